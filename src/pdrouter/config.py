@@ -1,0 +1,439 @@
+"""Every setting: default, unit, range and doc string, each written once.
+
+Flags, environment variables, YAML keys and ``docs/config.md`` are derived from ``Settings``
+(``python -m pdrouter.config`` prints the document). It must not know who uses a setting. Read
+``Settings`` first, then ``resolve_settings``.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeVar, cast, get_args
+
+import yaml
+from msgspec import UNSET, Struct, UnsetType
+
+from pdrouter.errors import ConfigError
+from pdrouter.setting import (
+    Setting,
+    check_header,
+    check_host,
+    check_path,
+    check_url,
+    setting,
+    settings_of,
+    shown,
+    split,
+)
+
+PolicyName = Literal["random", "round_robin", "least_request", "power_of_two", "load_aware", "minimum_tokens"]
+RankPolicyName = Literal["minimum_tokens", "round_robin", "random", "engine"]
+RankFields = Literal["auto", "routed", "legacy", "header", "none"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "console", "json"]
+S = TypeVar("S", bound=Struct)
+Source = Literal["default", "file", "env", "flag"]
+
+ENV_PREFIX: Final = "PDROUTER_"
+ENV_CONFIG: Final = "PDROUTER_CONFIG"
+
+
+# Two lines a setting, the default at the end of the second, read better than one argument a line.
+# fmt: off
+class EndpointSettings(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One engine server; in YAML a mapping, or the text ``URL [BOOTSTRAP_PORT|none]``."""
+
+    url: Annotated[str, setting("Endpoint",
+        "Where the engine serves HTTP: `http://HOST:PORT`.", check=check_url)]
+    bootstrap_port: Annotated[int, setting("Endpoint",
+        "Port where a prefill engine hands over KV; none sends null, unset asks the engine.",
+        unit="port number", low=1, high=65_535)] | UnsetType | None = UNSET
+    group: Annotated[str, setting("Endpoint",
+        "Only endpoints of one group are paired.")] = ""
+    model: Annotated[str | None, setting("Endpoint",
+        "Name of the model that the engine serves; unset asks the engine.")] = None
+    dp_size: Annotated[int, setting("Endpoint",
+        "Data-parallel ranks in the engine; unset asks the engine.",
+        unit="ranks", low=1, high=4096)] | None = None
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a router is started with; build it with ``load_settings``, which checks every value."""
+
+    prefill: Annotated[tuple[EndpointSettings, ...], setting("Fleet",
+        "Engines that read prompts.")] = ()
+    decode: Annotated[tuple[EndpointSettings, ...], setting("Fleet",
+        "Engines that write answers.")] = ()
+    worker: Annotated[tuple[EndpointSettings, ...], setting("Fleet",
+        "Regular engines, which do both; also --worker-urls URL URL ....")] = ()
+
+    host: Annotated[str, setting("Server",
+        "Address to listen on.", check=check_host)] = "127.0.0.1"
+    port: Annotated[int, setting("Server",
+        "Port to listen on; 0 lets the kernel choose.", unit="port number", low=0, high=65535)] = 30000
+    max_payload_size: Annotated[int, setting("Server",
+        "A longer request body gets 413.", unit="bytes", low=1, high=2**40)] = 536_870_912
+    request_id_headers: Annotated[tuple[str, ...], setting("Server",
+        "The first of these headers that a request carries is its id.",
+        check=check_header)] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+    decision_headers: Annotated[bool, setting("Server",
+        "Replies carry x-pdrouter-prefill and x-pdrouter-decode: address and rank chosen.")] = True
+    shutdown_grace_period_secs: Annotated[float, setting("Server",
+        "Time that running requests have to end after a stop signal.", unit="s", low=0, high=86_400)] = 180.0
+    log_level: Annotated[LogLevel, setting("Server",
+        "Least severe log lines that are written; debug has one for each decision.")] = "info"
+    log_format: Annotated[LogFormat, setting("Server",
+        "Log lines for people (console) or machines (json); auto is console on a terminal.")] = "auto"
+
+    policy: Annotated[PolicyName, setting("Routing",
+        "How an endpoint is chosen (sglang-router: cache_aware).")] = "minimum_tokens"
+    prefill_policy: Annotated[PolicyName | None, setting("Routing",
+        "How a prefill endpoint is chosen; unset: as policy says.")] = None
+    decode_policy: Annotated[PolicyName | None, setting("Routing",
+        "How a decode endpoint is chosen; unset: as policy says.")] = None
+    rank_policy: Annotated[RankPolicyName, setting("Routing",
+        "How a data-parallel rank is chosen; engine leaves it to the engine.")] = "minimum_tokens"
+    dp_minimum_tokens_scheduler: Annotated[bool, setting("Routing",
+        "Short for rank_policy minimum_tokens.")] = False
+    rank_fields: Annotated[RankFields, setting("Routing",
+        "How a rank is told to the engine: routed (routed_dp_rank), legacy (data_parallel_rank), "
+        "header (X-Data-Parallel-Rank), none, or auto by the engine's version.")] = "auto"
+    load_aware_spread_requests: Annotated[int, setting("Routing",
+        "Policy load_aware: endpoints are imbalanced when their requests differ by more than this.",
+        unit="requests", low=0, high=1_000_000)] = 8
+    load_aware_sigma: Annotated[float, setting("Routing",
+        "Policy load_aware: endpoints above the mean plus this many deviations are passed over.",
+        unit="standard deviations", low=0, high=100)] = 1.0
+    seed: Annotated[int, setting("Routing",
+        "Makes random choices repeatable; unset: they differ from run to run.",
+        unit="integer", low=0, high=2**63 - 1)] | None = None
+
+    worker_load_check_interval: Annotated[float, setting("Load",
+        "Time between two polls of an endpoint's load (sglang-router: 10).",
+        unit="s", low=0.01, high=3600)] = 2.0
+    load_check_timeout_secs: Annotated[float, setting("Load",
+        "A load poll that takes longer is no report.", unit="s", low=0.01, high=3600)] = 5.0
+    report_max_age_secs: Annotated[float, setting("Load",
+        "An older load report has no weight; the ledger alone counts.",
+        unit="s", low=0.01, high=86_400)] = 30.0
+    report_visible_delay_secs: Annotated[float, setting("Load",
+        "Time from dispatch until a request can show in a load report.", unit="s", low=0, high=60)] = 0.0
+    ledger_history_events: Annotated[int, setting("Load",
+        "Changes of load kept for each rank to set against a late report.",
+        unit="events", low=16, high=10_000_000)] = 8192
+
+    bytes_per_token: Annotated[float, setting("Tokens",
+        "Text per token until a model's usage is known.", unit="bytes", low=0.1, high=100)] = 4.0
+    image_tokens: Annotated[int, setting("Tokens",
+        "Prompt tokens that an image counts for.", unit="tokens", low=0, high=1_000_000)] = 1024
+    default_output_tokens: Annotated[int, setting("Tokens",
+        "Answer length expected of a request that doesn't limit it.",
+        unit="tokens", low=1, high=10_000_000)] = 256
+
+    prefix_block_bytes: Annotated[int, setting("Prefix",
+        "Prompts are compared in blocks of this size.", unit="bytes", low=16, high=1_048_576)] = 1024
+    prefix_index_entries: Annotated[int, setting("Prefix",
+        "Most blocks kept in the prefix index, all ranks together; the oldest go first.",
+        unit="entries", low=1, high=100_000_000)] = 200_000
+
+    health_check_interval_secs: Annotated[float, setting("Health",
+        "Time between two probes of an endpoint (sglang-router: 60).",
+        unit="s", low=0.01, high=86_400)] = 5.0
+    health_check_timeout_secs: Annotated[float, setting("Health",
+        "A probe that takes longer has failed.", unit="s", low=0.01, high=3600)] = 5.0
+    health_check_endpoint: Annotated[str, setting("Health",
+        "Path that a probe asks for.", check=check_path)] = "/health"
+    health_failure_threshold: Annotated[int, setting("Health",
+        "Failures in a row that make an endpoint unready.", unit="failures", low=1, high=1000)] = 3
+    health_success_threshold: Annotated[int, setting("Health",
+        "Successes in a row that make it ready again.", unit="successes", low=1, high=1000)] = 2
+    worker_startup_check_interval: Annotated[float, setting("Health",
+        "Time between two tries to reach an endpoint for the first time (sglang-router: 30).",
+        unit="s", low=0.01, high=3600)] = 1.0
+    disable_health_check: Annotated[bool, setting("Health",
+        "No probes: an endpoint is ready once it was reached.")] = False
+
+    upstream_max_connections: Annotated[int, setting("Upstream",
+        "Most connections to one endpoint.", unit="connections", low=1, high=65_535)] = 4096
+    connect_timeout_secs: Annotated[float, setting("Upstream",
+        "Time to open a connection to an engine.", unit="s", low=0.01, high=3600)] = 5.0
+    request_timeout_secs: Annotated[float, setting("Upstream",
+        "Time for a whole request, its answer included (sglang-router: 1800).",
+        unit="s", low=0.01, high=604_800)] = 600.0
+    upstream_idle_timeout_secs: Annotated[float, setting("Upstream",
+        "An idle connection is closed after this time; engines on uvicorn close theirs after 5 s.",
+        unit="s", low=0, high=3600)] = 4.0
+    upstream_max_idle: Annotated[int, setting("Upstream",
+        "Most idle connections kept to one endpoint.", unit="connections", low=0, high=65_535)] = 256
+    upstream_read_buffer_bytes: Annotated[int, setting("Upstream",
+        "Bytes of an answer held for a slow client before its engine is slowed.",
+        unit="bytes", low=1024, high=2**30)] = 262_144
+    upstream_max_header_bytes: Annotated[int, setting("Upstream",
+        "Longest head of an engine's answer.", unit="bytes", low=1024, high=2**24)] = 65_536
+    upstream_max_reply_bytes: Annotated[int, setting("Upstream",
+        "Longest answer held in memory: one that isn't streamed, or a probe's.",
+        unit="bytes", low=1024, high=2**40)] = 268_435_456
+    abort_retry_delay_secs: Annotated[float, setting("Upstream",
+        "An abort is sent again after this time, as the first may come before the engine knows the request.",
+        unit="s", low=0, high=60)] = 2.0
+
+
+class DemoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``pdrouter demo`` runs; flags only."""
+
+    seconds: Annotated[float, setting("Demo",
+        "Length of each run.", unit="s", low=1, high=3600)] = 25.0
+    speed: Annotated[float, setting("Demo",
+        "How many times faster than life engines and arrivals are.", unit="times", low=0.01, high=1000)] = 1.0
+    policy: Annotated[PolicyName, setting("Demo",
+        "How an endpoint is chosen in the first run.")] = "minimum_tokens"
+    compare: Annotated[bool, setting("Demo",
+        "A second run with round_robin and no rank choice, and both side by side.")] = True
+    plain: Annotated[bool | None, setting("Demo",
+        "No live table; unset: only on a terminal is there one.")] = None
+# fmt: on
+
+
+def is_endpoints(item: Setting) -> bool:
+    """Tell the settings that list endpoints."""
+    return item.is_list and get_args(item.base)[0] is EndpointSettings
+
+
+SETTINGS: Final = settings_of(Settings)
+ENDPOINT_SETTINGS: Final = settings_of(EndpointSettings)
+
+
+class Resolved(Struct, frozen=True):
+    """The effective settings and where each value came from."""
+
+    settings: Settings
+    sources: dict[str, Source]
+
+
+def load_settings(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Settings:
+    """Return the defaults, overridden by the file, then the environment, then the flags.
+
+    ``flags`` maps names of settings to text, lists of text or values. Raises ConfigError with every
+    problem found.
+    """
+    return resolve_settings(file, env, flags).settings
+
+
+def resolve_settings(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Resolved:
+    """Do what ``load_settings`` does and tell the source of each value."""
+    reader = _Reader()
+    if file is None and env.get(ENV_CONFIG):
+        file = Path(env[ENV_CONFIG])
+    layers: list[tuple[Source, dict[str, object]]] = [
+        ("file", reader.read(SETTINGS, reader.load_file(file) if file else {}, str)),
+        ("env", reader.read(SETTINGS, _env_values(env), env_name)),
+        ("flag", reader.read(SETTINGS, flags, flag_name)),
+    ]
+    values: dict[str, object] = {}
+    sources: dict[str, Source] = dict.fromkeys(SETTINGS, "default")
+    for source, layer in layers:
+        values |= layer
+        sources |= dict.fromkeys(layer, source)
+    reader.problems += _conflicts(values)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return Resolved(Settings(**values), sources)  # type: ignore[arg-type]
+
+
+def from_flags(struct: type[S], known: Mapping[str, Setting], flags: Mapping[str, object]) -> S:
+    """Build a struct from flags alone; raises ConfigError with every problem found."""
+    reader = _Reader()
+    values = reader.read(known, flags, flag_name)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return struct(**values)
+
+
+def flag_name(name: str) -> str:
+    """Return the flag that sets a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """Return the environment variable that sets a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+# Kubernetes puts these into every container beside a service called pdrouter or pdrouter-something.
+_KUBERNETES = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+def _env_values(env: Mapping[str, str]) -> dict[str, object]:
+    """Return what the environment sets; an empty variable counts as not set."""
+    values: dict[str, object] = {}
+    for key, text in env.items():
+        name = key.removeprefix(ENV_PREFIX)
+        is_foreign = _KUBERNETES.fullmatch(name) or text.startswith(("tcp://", "udp://", "sctp://"))
+        if key.startswith(ENV_PREFIX) and key != ENV_CONFIG and text.strip() and not is_foreign:
+            values[name.lower()] = text
+    return values
+
+
+def _conflicts(values: Mapping[str, object]) -> list[str]:
+    """Return what is wrong between settings that are each right."""
+    problems = []
+    rank_policy = values.get("rank_policy")
+    if values.get("dp_minimum_tokens_scheduler") and rank_policy not in (None, "minimum_tokens"):
+        problems.append(
+            "dp_minimum_tokens_scheduler is short for rank_policy minimum_tokens, "
+            f"but rank_policy is {rank_policy}; set one of them"
+        )
+    seen: dict[str, str] = {}
+    for role in ("prefill", "decode", "worker"):
+        endpoints = cast("tuple[EndpointSettings, ...]", values.get(role, ()))
+        for index, endpoint in enumerate(endpoints):
+            label = f"{role}[{index}]"
+            first = seen.setdefault(endpoint.url, label)
+            if first != label:
+                problems.append(f"{label}.url: {endpoint.url} is {first} already; name each endpoint once")
+    return problems
+
+
+class _Reader:
+    """Turns raw values into checked ones and gathers the problems, one line each."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def load_file(self, file: Path) -> dict[str, object]:
+        """Return the top-level mapping of a YAML file."""
+        try:
+            loaded = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+        except OSError as error:
+            self.problems.append(f"{file}: {error.strerror or error}")
+        except UnicodeDecodeError:
+            self.problems.append(f"{file}: not UTF-8 text")
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            self.problems.append(f"{file}{line}: {error.problem or error.context}")
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that isn't one
+            self.problems.append(f"{file}: not YAML: {' '.join(str(error).split())}")
+        else:
+            if loaded is None or isinstance(loaded, dict):
+                return loaded or {}
+            self.problems.append(f"{file}: not a mapping of settings; write lines like 'port: 30000'")
+        return {}
+
+    def read(
+        self, known: Mapping[str, Setting], raw: Mapping[str, object], label: Callable[[str], str]
+    ) -> dict[str, object]:
+        """Return the values of ``raw`` that are right, by name; keys may have dashes or underscores."""
+        values: dict[str, object] = {}
+        for key, value in raw.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                self.problems.append(f"{label(str(key))}: unknown setting{did_you_mean(name, known, label)}")
+            elif name in values:
+                self.problems.append(f"{label(name)}: set twice")
+            elif is_endpoints(known[name]):
+                values[name] = self._endpoints(name, value, label(name))
+            else:
+                try:
+                    values[name] = known[name].read(value)
+                except ValueError as error:
+                    self.problems.append(f"{label(name)}: {error}")
+        return values
+
+    def _endpoints(self, role: str, raw: object, label: str) -> tuple[EndpointSettings, ...]:
+        try:
+            items = split(raw)
+        except ValueError as error:
+            self.problems.append(f"{label}: {error}")
+            return ()
+        read = (self._endpoint(role, item, f"{label}[{index}]") for index, item in enumerate(items))
+        return tuple(endpoint for endpoint in read if endpoint)
+
+    def _endpoint(self, role: str, raw: object, label: str) -> EndpointSettings | None:
+        fields: object = _endpoint_fields(raw) if isinstance(raw, str) else raw
+        if not isinstance(fields, dict):
+            usage = "URL [BOOTSTRAP_PORT|none]" if role == "prefill" else "URL"
+            self.problems.append(f"{label}: {shown(raw)} is not an endpoint; write {usage}")
+            return None
+        count = len(self.problems)
+        values = self.read(ENDPOINT_SETTINGS, fields, lambda name: f"{label}.{name}")
+        if role != "prefill" and "bootstrap_port" in values:
+            self.problems.append(f"{label}.bootstrap_port: only prefill endpoints have one; leave it out")
+        if "url" not in values and len(self.problems) == count:
+            self.problems.append(f"{label}.url: missing; write http://HOST:PORT")
+        return EndpointSettings(**values) if len(self.problems) == count else None  # type: ignore[arg-type]
+
+
+def _endpoint_fields(text: str) -> dict[str, object] | None:
+    """Return the fields of ``URL [BOOTSTRAP_PORT|none]``; None if it is neither."""
+    words = text.split()
+    return dict(zip(("url", "bootstrap_port"), words, strict=False)) if len(words) in (1, 2) else None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without the trap that a key given twice quietly has its last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.MarkedYAMLError(problem=f"{key}: set twice", problem_mark=node.value[index][0].start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def did_you_mean(name: str, known: Mapping[str, object], label: Callable[[str], str]) -> str:
+    """Return ``; did you mean X?`` for the known name nearest to a mistyped one, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {label(close[0])}?" if close else ""
+
+
+_DOCUMENT = """\
+# Settings
+
+Each setting has one name. From weakest to strongest, its value comes from
+
+1. its default;
+2. a YAML file (`pdrouter serve --config FILE`, or `PDROUTER_CONFIG`): `worker_load_check_interval: 2`;
+   dashes work, too;
+3. the environment: `PDROUTER_WORKER_LOAD_CHECK_INTERVAL=2`; lists are separated by commas, and an empty
+   variable counts as not set;
+4. a flag: `--worker-load-check-interval 2`; for true and false `--decision-headers` and
+   `--no-decision-headers`.
+
+A list replaces the list of a weaker source; `none` unsets what may be unset. An unknown name, a value out of
+range or a URL that isn't one stops the start. `pdrouter check-config` prints the effective settings and where
+each came from.
+
+`python -m pdrouter.config` writes this page.
+"""
+
+_ENDPOINT = """\
+### An endpoint
+
+Members of `prefill`, `decode` and `worker`: in YAML a mapping of these, or the text
+`URL [BOOTSTRAP_PORT|none]`; as repeatable flags `--prefill URL [BOOTSTRAP_PORT|none]`, `--decode URL` and
+`--worker URL`; in the environment `PDROUTER_PREFILL="URL [BOOTSTRAP_PORT|none], URL"`.
+"""
+
+
+def document() -> str:
+    """Return ``docs/config.md``."""
+    lines = [_DOCUMENT]
+    for group in dict.fromkeys(item.group for item in SETTINGS.values()):
+        lines += [f"## {group}\n", _table(item for item in SETTINGS.values() if item.group == group)]
+        if group == "Fleet":
+            lines += [_ENDPOINT, _table(ENDPOINT_SETTINGS.values())]
+    return "\n".join(lines)
+
+
+def _table(items: Iterable[Setting]) -> str:
+    rows = ["| Name | Default | Unit | Range | What it does |", "|--|--|--|--|--|"]
+    for item in items:
+        cells = (f"`{item.name}`", item.default_text, item.unit, item.range_text, item.description)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,1 @@
+"""CONTROL PLANE. Feeds ``Router.observe`` with what the fleet says of itself."""

@@ -1,0 +1,95 @@
+"""Polls an endpoint's load and tells the core, with the moment at which it was true."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from pdrouter.control.probe import Prober
+from pdrouter.core.events import LoadMissing, LoadReported
+from pdrouter.core.router import Router
+from pdrouter.engines.base import Engine, LoadReply
+from pdrouter.errors import RouterError
+
+
+class LoadOptions(msgspec.Struct, frozen=True):
+    """Settings of the poll; ``config.py`` says what they mean."""
+
+    interval_s: float
+    timeout_s: float
+
+
+class LoadMonitor:
+    """Polls one endpoint while it is ready. The path that answered last is tried first."""
+
+    def __init__(
+        self,
+        router: Router,
+        engine: Engine,
+        prober: Prober,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        options: LoadOptions,
+        address: str,
+    ) -> None:
+        self._router = router
+        self._engine = engine
+        self._prober = prober
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._options = options
+        self._address = address
+        self._paths = list(engine.load_paths)
+        self._is_silent = False
+        self._log = structlog.stdlib.get_logger("pdrouter.load").bind(endpoint=address)
+
+    async def run(self) -> None:
+        """Poll for ever."""
+        while True:
+            if self._router.fleet.is_ready(self._address):
+                await self.poll()
+            await asyncio.sleep(self._options.interval_s)
+
+    async def poll(self) -> None:
+        """Ask once, and tell the core what came of it."""
+        problem = "no load path answered"
+        for path in tuple(self._paths):
+            sent_s = self._clock()
+            try:
+                status, body = await self._get(path)
+            except RouterError as error:
+                problem = error.code
+                break
+            if status == 200:
+                self._paths.remove(path)
+                self._paths.insert(0, path)
+                reply = self._engine.read_load(body)
+                if reply is not None:
+                    self._tell(reply, sent_s)
+                    return
+                problem = "not understood"
+                break
+            problem = f"status {status}"
+        self._router.observe(LoadMissing(self._address, problem), self._clock())
+        if not self._is_silent:
+            self._is_silent = True
+            self._log.warning("no load report; the ledger leads", reason=problem)
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        endpoint = self._router.fleet.get(self._address)
+        if endpoint is None:
+            return 0, b""
+        return await self._prober.get(endpoint, path, self._options.timeout_s)
+
+    def _tell(self, reply: LoadReply, sent_s: float) -> None:
+        now_s = self._clock()
+        t_report_s = (sent_s + now_s) / 2
+        if reply.unix_s is not None:
+            stamped_s = now_s - (self._wall_clock() - reply.unix_s)
+            if stamped_s <= now_s:  # a stamp from the future is another clock's
+                t_report_s = stamped_s
+        self._router.observe(LoadReported(self._address, reply.ranks, t_report_s), now_s)
+        if self._is_silent:
+            self._is_silent = False
+            self._log.info("load is reported again")

@@ -1,0 +1,1 @@
+"""TRANSLATES. Pure functions from decisions to bytes and from bytes to facts."""

@@ -1,0 +1,232 @@
+"""SGLang: PD handshake by bootstrap room, both legs at once; ranks in the newer or the #13208 spelling.
+
+Source: SGLang 0.5.x (``io_struct.py``, ``http_server.py``, ``disaggregation/``); see docs/engines.md.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from enum import StrEnum
+from functools import lru_cache
+
+import msgspec
+
+from pdrouter.core.decision import Decision, Placement
+from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.load import RankReport
+from pdrouter.engines.base import Attempt, Described, Inbound, Leg, LoadReply, Plan, request_head, splice
+
+PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank", "routed_dp_rank")
+"""Where a client may name the prefill rank, the most specific first."""
+
+DECODE_RANK_FIELDS = ("decode_dp_rank", "data_parallel_rank_decode", "routed_dp_rank", "data_parallel_rank")
+"""Where a client may name the decode rank, the most specific first."""
+
+RANK_FIELDS = frozenset(PREFILL_RANK_FIELDS + DECODE_RANK_FIELDS)
+
+OWNED_FIELDS = RANK_FIELDS | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
+"""Top-level fields of a body that the router writes itself."""
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""Source: SGLang's ``--disaggregation-bootstrap-port``."""
+
+MAX_ROOM = 2**63 - 1
+
+_ROUTED_SINCE = (0, 5, 10)
+"""The first version that knows ``routed_dp_rank``; older ones have the fields of #13208."""
+
+_NUMBERS = re.compile(r"v?(\d{1,6}(?:\.\d{1,6})*)", re.ASCII)
+
+_JSON = b"content-type: application/json\r\n"
+
+
+class RankFields(StrEnum):
+    """How ranks are written: by version, newer names, names of #13208, header, or not at all."""
+
+    AUTO = "auto"
+    ROUTED = "routed"
+    LEGACY = "legacy"
+    HEADER = "header"
+    NONE = "none"
+
+
+_OWN_RANK: Mapping[RankFields, tuple[bytes, bytes]] = {
+    RankFields.ROUTED: (b',"routed_dp_rank":%d', b""),
+    RankFields.LEGACY: (b',"data_parallel_rank":%d', b""),
+    RankFields.HEADER: (b"", b""),
+    RankFields.NONE: (b"", b""),
+}
+"""Fields of a leg that stands alone or comes first: its own rank, and nobody else's."""
+
+_DECODE_RANKS: Mapping[RankFields, tuple[bytes, bytes]] = {
+    RankFields.ROUTED: (b',"routed_dp_rank":%d', b',"disagg_prefill_dp_rank":%d'),
+    RankFields.LEGACY: (b',"decode_dp_rank":%d', b',"data_parallel_rank":%d'),
+    RankFields.HEADER: (b"", b',"disagg_prefill_dp_rank":%d'),
+    RankFields.NONE: (b"", b""),
+}
+"""Fields of a decode leg: its own rank, and the prefill's."""
+
+
+class Sglang:
+    """Plans SGLang requests and reads SGLang's replies."""
+
+    info_paths: Sequence[str] = ("/server_info", "/get_server_info")
+    load_paths: Sequence[str] = ("/v1/loads?include=core", "/get_load")
+
+    def __init__(self, rank_fields: RankFields) -> None:
+        self._rank_fields = rank_fields
+
+    def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
+        """Return both legs, each with its own fields; one leg for a regular endpoint."""
+        rid = f"{inbound.rid or inbound.request_id}-{attempt.suffix}"
+        shared = b'"rid":' + msgspec.json.encode(rid)
+        decode, prefill = decision.decode, decision.prefill
+        if prefill is None:
+            return Plan(rid, None, self._leg(inbound, decode, None, shared), merges_logprobs=False)
+        shared += b"," + _bootstrap(prefill.endpoint, inbound, attempt)
+        return Plan(
+            rid,
+            self._leg(inbound, prefill, prefill, shared),
+            self._leg(inbound, decode, prefill, shared),
+            merges_logprobs=inbound.wants_prompt_logprobs,
+        )
+
+    def _leg(self, inbound: Inbound, place: Placement, prefill: Placement | None, shared: bytes) -> Leg:
+        spelling = self._spelling(place.endpoint)
+        fields, headers = shared, inbound.headers
+        is_second = prefill is not None and prefill is not place
+        own, others = (_DECODE_RANKS if is_second else _OWN_RANK)[spelling]
+        # A rank that isn't chosen is left out, and the engine decides.
+        if own and place.rank is not None:
+            fields += own % place.rank
+        if others and prefill is not None and prefill.rank is not None:
+            fields += others % prefill.rank
+        if spelling is RankFields.HEADER and place.rank is not None:
+            headers += b"x-data-parallel-rank: %d\r\n" % place.rank
+        body = splice(inbound, fields)
+        head = request_head("POST", inbound.path, place.endpoint, headers, sum(map(len, body)))
+        return Leg(place, head, body)
+
+    def abort(self, endpoint: Endpoint, rid: str) -> bytes:
+        """Return the request that ends ``rid`` at the engine, and all that begin with it."""
+        body = b'{"rid":' + msgspec.json.encode(rid) + b"}"
+        return request_head("POST", "/abort_request", endpoint, _JSON, len(body)) + body
+
+    def _spelling(self, endpoint: Endpoint) -> RankFields:
+        if self._rank_fields is not RankFields.AUTO:
+            return self._rank_fields
+        version = _version(endpoint.version)
+        return RankFields.LEGACY if version is not None and version < _ROUTED_SINCE else RankFields.ROUTED
+
+    def describe(self, body: bytes) -> Described | None:
+        """Read ``/server_info``."""
+        try:
+            info = msgspec.json.decode(body, type=_ServerInfo)
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        mode = info.disaggregation_mode
+        return Described(
+            role=None if isinstance(mode, msgspec.UnsetType) else _MODES.get(mode or "null"),
+            model=info.served_model_name or info.model_path,
+            dp_size=info.dp_size if info.dp_size and info.dp_size > 0 else None,
+            bootstrap_port=info.disaggregation_bootstrap_port,
+            version=info.version,
+        )
+
+    def read_load(self, body: bytes) -> LoadReply | None:
+        """Read ``/v1/loads`` or ``/get_load``.
+
+        Tokens are those held or queued (``num_total_tokens``; older: ``num_used_tokens``, ``num_tokens``); requests are
+        the running and the waiting ones. What isn't a number is left out.
+        """
+        try:
+            reply = msgspec.json.decode(body, type=_Loads | list[_RankLoad])
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        if isinstance(reply, list):
+            return LoadReply([_report(load) for load in reply])
+        return LoadReply([_report(load) for load in reply.loads], _unix_s(reply.timestamp))
+
+
+class _ServerInfo(msgspec.Struct):
+    served_model_name: str | None = None
+    model_path: str | None = None
+    dp_size: int | None = None
+    disaggregation_mode: str | msgspec.UnsetType | None = msgspec.UNSET
+    disaggregation_bootstrap_port: int | None = None
+    version: str | None = None
+
+
+_MODES: Mapping[str, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.REGULAR}
+
+
+class _RankLoad(msgspec.Struct):
+    """Numbers by contract; a version that writes something else shall not void the other ranks."""
+
+    dp_rank: object = None
+    num_running_reqs: object = None
+    num_waiting_reqs: object = None
+    num_reqs: object = None
+    num_total_tokens: object = None
+    num_used_tokens: object = None
+    num_tokens: object = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_RankLoad]
+    timestamp: object = None
+
+
+def _report(load: _RankLoad) -> RankReport:
+    tokens = map(_number, (load.num_total_tokens, load.num_used_tokens, load.num_tokens))
+    rank = load.dp_rank
+    return RankReport(
+        rank if type(rank) is int else -1,
+        next((number for number in tokens if number is not None), None),
+        _requests(load),
+    )
+
+
+def _requests(load: _RankLoad) -> float | None:
+    total, running = _number(load.num_reqs), _number(load.num_running_reqs)
+    if total is not None or running is None:
+        return total
+    waiting = _number(load.num_waiting_reqs) or 0
+    return min(running, waiting) if running < 0 or waiting < 0 else running + waiting
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _unix_s(timestamp: object) -> float | None:
+    """Return a time stamp in seconds; SGLang writes Unix seconds or, newer, ISO 8601 with its offset from UTC."""
+    if not isinstance(timestamp, str):
+        return _number(timestamp)
+    try:
+        moment = datetime.fromisoformat(timestamp)
+    except ValueError:
+        return None
+    return None if moment.tzinfo is None else moment.timestamp()
+
+
+@lru_cache(maxsize=64)
+def _version(text: str | None) -> tuple[int, ...] | None:
+    """Return the leading numbers of a version, ``None`` if it says nothing: a source build calls itself 0.0.0."""
+    found = _NUMBERS.match(text or "")
+    numbers = tuple(map(int, found[1].split("."))) if found else ()
+    return numbers if any(numbers) else None
+
+
+def _bootstrap(endpoint: Endpoint, inbound: Inbound, attempt: Attempt) -> bytes:
+    """Return the handshake fields; a batch has an array of each, as long as its samples."""
+    host = msgspec.json.encode(endpoint.host)
+    port = b"null" if endpoint.bootstrap_port is None else b"%d" % endpoint.bootstrap_port
+    if inbound.batch is None:
+        return b'"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%d' % (host, port, attempt.rooms[0])
+    size = inbound.batch
+    return b'"bootstrap_host":[%s],"bootstrap_port":[%s],"bootstrap_room":%s' % (
+        b",".join([host] * size),
+        b",".join([port] * size),
+        msgspec.json.encode(list(attempt.rooms)),
+    )

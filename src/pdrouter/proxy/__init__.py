@@ -1,0 +1,1 @@
+"""DATA PLANE. In order of flow: app, intake, dispatch, relay, replies."""

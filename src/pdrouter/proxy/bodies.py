@@ -1,0 +1,160 @@
+"""The bodies of the inference paths: only what the router reads is declared and decoded, the rest is skipped.
+
+Fields whose bytes matter are kept raw. Read next: ``prompts.py`` and ``intake.py``.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from pdrouter.errors import InvalidJson, InvalidRequest
+
+RawField = Raw | UnsetType
+
+MAX_ID_CHARS = 256
+
+MAX_BATCH = 4096
+"""Samples of one request (I9)."""
+
+
+class Api(StrEnum):
+    """The inference paths."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    GENERATE = "/generate"
+
+
+class Body(Struct):
+    """What all paths share: model, answer's form, and the fields that the router writes itself."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    rid: str | list[str] | UnsetType | None = UNSET
+    bootstrap_host: RawField = UNSET
+    bootstrap_port: RawField = UNSET
+    bootstrap_room: RawField = UNSET
+    routed_dp_rank: RawField = UNSET
+    disagg_prefill_dp_rank: RawField = UNSET
+    data_parallel_rank: RawField = UNSET
+    data_parallel_rank_decode: RawField = UNSET
+    decode_dp_rank: RawField = UNSET
+
+    def copies(self) -> int | None:
+        """Return how many answers each prompt gets, ``None`` where the body doesn't say."""
+        return self.n
+
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prefill leg's reply is needed."""
+        return False
+
+
+class Message(Struct):
+    """One message of a conversation."""
+
+    role: RawField = UNSET
+    content: RawField = UNSET
+    tool_calls: RawField = UNSET
+
+
+class Chat(Body):
+    """``/v1/chat/completions``."""
+
+    messages: list[Message] | UnsetType = UNSET
+    tools: RawField = UNSET
+
+
+class Completion(Body):
+    """``/v1/completions``."""
+
+    prompt: RawField = UNSET
+
+
+class Generate(Body):
+    """``/generate``. Its ``n`` stands in ``sampling_params``."""
+
+    text: RawField = UNSET
+    input_ids: RawField = UNSET
+    input_embeds: RawField = UNSET
+    sampling_params: "SamplingParams | list[SamplingParams] | None" = None
+    return_logprob: bool | list[bool] | None = None
+
+    def copies(self) -> int | None:
+        """Return ``n``; in a list of parameters all have the same."""
+        params = self.sampling_params
+        if isinstance(params, list):
+            return params[0].n if params else None
+        return None if params is None else params.n
+
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether any sample asks for logprobs: the prompt's come from the prefill leg."""
+        flags = self.return_logprob
+        return any(flags) if isinstance(flags, list) else bool(flags)
+
+
+class SamplingParams(Struct):
+    """How to sample."""
+
+    n: int | None = None
+
+
+AnyBody = Chat | Completion | Generate
+
+_DECODERS: Mapping[Api, "msgspec.json.Decoder[AnyBody]"] = {
+    Api.CHAT: msgspec.json.Decoder(Chat),
+    Api.COMPLETIONS: msgspec.json.Decoder(Completion),
+    Api.GENERATE: msgspec.json.Decoder(Generate),
+}
+
+
+def decode(api: Api, body: bytes) -> AnyBody:
+    """Read a body.
+
+    Raises: InvalidJson; InvalidRequest for a field of another type.
+    """
+    try:
+        return _DECODERS[api].decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error), param=_path_of(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJson(f"the body isn't JSON: {error}") from error
+
+
+def _path_of(error: msgspec.ValidationError) -> str | None:
+    """Return the field that a validation error names (msgspec writes ``... - at `$.field` ``)."""
+    _, found, rest = str(error).partition("at `$.")
+    return rest.split("`")[0].split("[")[0].split(".")[0] if found else None
+
+
+def batch_size(body: Body, prompts: int | None) -> int | None:
+    """Return how many samples the engine makes, ``None`` for a plain request; ``prompts`` likewise.
+
+    Raises: InvalidRequest.
+    """
+    copies = body.copies()
+    if copies is None:
+        copies = 1
+    if copies < 1:
+        raise InvalidRequest("n must be at least 1", param="n")
+    if prompts is None and copies == 1:
+        return None
+    samples = (prompts or 1) * copies
+    if samples > MAX_BATCH:
+        raise InvalidRequest(f"a request of {samples} samples; {MAX_BATCH} at most", param="n")
+    return samples
+
+
+def client_rid(body: Body) -> str | None:
+    """Return the client's own request id, of a list the first.
+
+    Raises: InvalidRequest if it is too long.
+    """
+    rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
+    if not isinstance(rid, str) or not rid:
+        return None
+    if len(rid) > MAX_ID_CHARS:
+        raise InvalidRequest(f"rid has more than {MAX_ID_CHARS} characters", param="rid")
+    return rid

@@ -1,0 +1,155 @@
+"""[1] From the client's bytes to RequestFacts and Inbound. The body is read once; only declared fields are decoded.
+
+It knows which fields the router writes itself, and takes the client's own out of the body. Read next: ``bodies.py``
+for what is declared, ``prompts.py`` for how prompts are sized.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from pdrouter.core.prefix import block_hashes
+from pdrouter.core.request import RequestFacts
+from pdrouter.core.router import Router
+from pdrouter.engines.base import Inbound, rest_without
+from pdrouter.engines.sglang import DECODE_RANK_FIELDS, OWNED_FIELDS, PREFILL_RANK_FIELDS, RANK_FIELDS
+from pdrouter.errors import InvalidRequest
+from pdrouter.proxy.bodies import MAX_ID_CHARS, Api, Body, batch_size, client_rid, decode
+from pdrouter.proxy.prompts import Prompt, read_prompt
+
+__all__ = ["Api", "Intake", "IntakeOptions"]
+
+_RANK_HEADER = b"x-data-parallel-rank"
+_MAX_RANK_DIGITS = 9
+
+_FORWARDED = frozenset(
+    b"authorization accept traceparent tracestate x-smg-routing-key user-agent"
+    b" x-correlation-id x-trace-id request-id".split()
+)
+_ID_PREFIXES: Mapping[Api, str] = {Api.CHAT: "chatcmpl-", Api.COMPLETIONS: "cmpl-", Api.GENERATE: "gnt-"}
+
+
+_OWNED_NAMES = tuple(sorted(OWNED_FIELDS))
+_OWNED_VALUES = attrgetter(*_OWNED_NAMES)
+_ALL_UNSET = (UNSET,) * len(_OWNED_NAMES)
+
+
+class IntakeOptions(Struct, frozen=True):
+    """Settings of the intake; ``config.py`` says what they mean."""
+
+    request_id_headers: Sequence[bytes]
+    prefix_block_bytes: int
+    image_tokens: int
+    owns_ranks: bool
+
+
+class Intake:
+    """Reads requests of the inference paths."""
+
+    def __init__(self, router: Router, options: IntakeOptions) -> None:
+        self._router = router
+        self._options = options
+        # Where ranks aren't ours to write, the client's own go through, in body and header.
+        self._owned = OWNED_FIELDS if options.owns_ranks else OWNED_FIELDS - RANK_FIELDS
+        self._forwarded = _FORWARDED if options.owns_ranks else _FORWARDED | {_RANK_HEADER}
+
+    def read(
+        self, api: Api, headers: Iterable[tuple[bytes, bytes]], body: bytes, request_id: str
+    ) -> tuple[RequestFacts, Inbound]:
+        """Return what the decision and the engine must know.
+
+        Raises: InvalidJson, InvalidRequest, DuplicateField.
+        """
+        decoded = decode(api, body)
+        prompt = read_prompt(decoded, self._options.image_tokens)
+        batch = batch_size(decoded, prompt.samples)
+        lines, header_rank = self._read_headers(headers, request_id)
+        owned = [name for name in self._owned if not isinstance(getattr(decoded, name), UnsetType)]
+        ranks = self._ranks(decoded, header_rank) if owned else (header_rank, header_rank)
+        facts = self._facts(decoded, prompt, batch, request_id, ranks)
+        return facts, Inbound(
+            path=api,
+            rest=rest_without(body, owned) if owned else memoryview(body)[body.index(b"{") + 1 :],
+            headers=lines,
+            request_id=request_id,
+            is_stream=bool(decoded.stream),
+            batch=batch,
+            rid=client_rid(decoded),
+            wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
+        )
+
+    def request_id(self, headers: Iterable[tuple[bytes, bytes]], api: Api, new_letters: Callable[[], str]) -> str:
+        """Return the client's request id, or a new one with the prefix of its path."""
+        given = dict(headers)
+        for name in self._options.request_id_headers:
+            value = given.get(name)
+            if value and len(value) <= MAX_ID_CHARS:
+                return value.decode("latin-1")
+        return _ID_PREFIXES[api] + new_letters()
+
+    def _read_headers(self, headers: Iterable[tuple[bytes, bytes]], request_id: str) -> tuple[bytes, int | None]:
+        """Return the header lines to send on, and the rank that the client asked for by header."""
+        lines = b"content-type: application/json\r\nx-request-id: %s\r\n" % request_id.encode("latin-1", "replace")
+        rank = None
+        for name, value in headers:
+            if name in self._forwarded:
+                lines += name + b": " + value + b"\r\n"
+            elif name == _RANK_HEADER:
+                if not value.isdigit() or len(value) > _MAX_RANK_DIGITS:
+                    raise InvalidRequest(
+                        f"the header {_RANK_HEADER.decode()} must be a rank", param=_RANK_HEADER.decode()
+                    )
+                rank = int(value)
+        return lines, rank
+
+    def _ranks(self, body: Body, header_rank: int | None) -> tuple[int | None, int | None]:
+        """Return the prefill and the decode rank that the client asked for; a header beats the body, as in SGLang."""
+        if header_rank is not None or not self._options.owns_ranks:
+            return header_rank, header_rank
+        return _first_rank(PREFILL_RANK_FIELDS, body), _first_rank(DECODE_RANK_FIELDS, body)
+
+    def _facts(
+        self, body: Body, prompt: Prompt, batch: int | None, request_id: str, ranks: tuple[int | None, int | None]
+    ) -> RequestFacts:
+        samples = batch or 1
+        tokens = prompt.tokens
+        if prompt.text_bytes:
+            tokens += self._router.estimate_tokens(body.model, prompt.text_bytes)
+        tokens = max(1, tokens)
+        is_single = samples == 1
+        block_bytes = self._options.prefix_block_bytes
+        seed = b"%s\0%s" % ((body.model or "").encode(), prompt.seed)
+        return RequestFacts(
+            request_id=request_id,
+            model=body.model,
+            prompt_tokens=tokens * (samples // (prompt.samples or 1)),
+            prompt_bytes=prompt.text_bytes if is_single and not prompt.tokens else 0,
+            prompts=samples,
+            prefix_blocks=block_hashes(prompt.raw, block_bytes, seed=seed) if is_single else (),
+            block_tokens=block_bytes * tokens / max(1, len(prompt.raw)),
+            prefill_rank=ranks[0],
+            decode_rank=ranks[1],
+        )
+
+
+def _set_fields(body: Body) -> list[str]:
+    """Return which of the fields that the router writes the client's body carries: most often none."""
+    fields = _OWNED_VALUES(body)
+    return [] if fields == _ALL_UNSET else [n for n, v in zip(_OWNED_NAMES, fields, strict=True) if v is not UNSET]
+
+
+def _first_rank(names: Iterable[str], body: Body) -> int | None:
+    """Return the rank in the first of these fields that isn't null."""
+    for name in names:
+        field = getattr(body, name)
+        if isinstance(field, UnsetType):
+            continue
+        try:
+            rank = msgspec.json.decode(field, type=int | None)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise InvalidRequest(f"the field {name!r} must be an integer", param=name) from error
+        if rank is not None:
+            return rank
+    return None

@@ -1,0 +1,85 @@
+"""[6] Streams an engine's bytes to the client and learns from them: first token, tokens generated, usage.
+
+Bytes go through as they come (I10); nothing is held back but the two newest pieces, by reference, for the usage in
+them. A slow client slows the engine: ``Client.write`` and ``Exchange.read`` both wait.
+"""
+
+import re
+from collections.abc import Callable
+
+from pdrouter.core.decision import Decision
+from pdrouter.core.events import FirstTokenSeen, TokensGenerated, UsageSeen
+from pdrouter.core.lifecycle import State
+from pdrouter.core.router import Router
+from pdrouter.telemetry.metrics import Metrics
+
+_PROMPT_TOKENS = b'"prompt_tokens"'
+_COMPLETION_TOKENS = b'"completion_tokens"'
+_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})")
+_TAIL_BYTES = 8192
+_GROWTH_EVENTS = 16
+"""Stream events after which the ledger is told of growth; chosen to keep the cost per event small."""
+
+
+class Observer:
+    """Tells the router what one request's bytes show."""
+
+    __slots__ = ("_before", "_decision", "_events", "_is_stream", "_last", "_metrics", "_router", "_untold")
+
+    def __init__(self, router: Router, metrics: Metrics, decision: Decision, *, is_stream: bool) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._decision = decision
+        self._is_stream = is_stream
+        self._before = b""
+        self._last = b""
+        self._events = 0
+        self._untold = 0
+
+    def prefill_done(self, now_s: float) -> None:
+        """The prefill leg has answered."""
+        self._router.observe(FirstTokenSeen(self._decision), now_s)
+
+    def first_piece(self, now_s: float) -> None:
+        """The answer has begun."""
+        if self._decision.state is State.PREFILLING:
+            self._router.observe(FirstTokenSeen(self._decision), now_s)
+        self._metrics.first_token(now_s - self._decision.decided_at_s)
+
+    def piece(self, piece: bytes, clock: Callable[[], float]) -> None:
+        """Take note of a piece of the answer."""
+        self._before, self._last = self._last, piece
+        if self._is_stream:
+            events = piece.count(b"data:")
+            self._events += events
+            self._untold += events
+            if self._untold >= _GROWTH_EVENTS:
+                self._tell_growth(clock())
+
+    def event_end(self) -> bytes:
+        """Return what ends an event that was cut off in the middle."""
+        return b"" if self._last.endswith(b"\n\n") else b"\n\n"
+
+    def finished(self, now_s: float) -> None:
+        """The answer is whole: read the engine's own count."""
+        if self._untold:
+            self._tell_growth(now_s)
+        if self._decision.facts.prompts != 1:
+            return
+        tail = (self._before[-_TAIL_BYTES:] + self._last)[-_TAIL_BYTES:]
+        prompt_tokens = _last_number(_PROMPT_TOKENS, tail)
+        if prompt_tokens is not None:
+            completion_tokens = _last_number(_COMPLETION_TOKENS, tail) or 0
+            self._router.observe(UsageSeen(self._decision, prompt_tokens, completion_tokens, self._events), now_s)
+
+    def _tell_growth(self, now_s: float) -> None:
+        rate = self._router.tokens_per_event(self._decision.facts.model)
+        self._router.observe(TokensGenerated(self._decision, round(self._untold * rate)), now_s)
+        self._untold = 0
+
+
+def _last_number(name: bytes, text: bytes) -> int | None:
+    """Return the number behind the last mention of a field."""
+    start = text.rfind(name)
+    found = _NUMBER.match(text, start + len(name)) if start >= 0 else None
+    return int(found[1]) if found else None

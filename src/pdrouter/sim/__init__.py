@@ -1,0 +1,1 @@
+"""Engines without GPUs: timing model, emulator, workloads, demo."""

@@ -1,0 +1,294 @@
+"""An SGLang server without a GPU: real HTTP, real time divided by ``speed``, the PD handshake enforced.
+
+Start it in a process with ``run`` or inside a test with ``start_emulator``. Beyond SGLang's endpoints there are
+``/_fault`` (``faults.py``) and ``GET /_snapshot``. Requests: ``emulator_api.py``; the engine: ``live_engine.py``.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from pdrouter.sim.emulator_api import Api, Call, Part, read_call
+from pdrouter.sim.emulator_control import Control
+from pdrouter.sim.emulator_replies import Reply, chunk_ends, error_event, make_reply
+from pdrouter.sim.emulator_settings import EmulatorSettings, EngineError
+from pdrouter.sim.faults import FaultRule, Faults
+from pdrouter.sim.http_exchange import Broken, Exchange
+from pdrouter.sim.job import Job
+from pdrouter.sim.live_engine import LiveEngine
+from pdrouter.sim.load_reports import LoadReports
+from pdrouter.sim.text import expected_text, render_chat, text_seed, token_text
+from pdrouter.sim.ticket import EngineSnapshot, Inbox, Received, Ticket
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, Scope
+
+__all__ = [
+    "Emulator",
+    "EmulatorSettings",
+    "EngineSnapshot",
+    "Received",
+    "expected_text",
+    "render_chat",
+    "run",
+    "start_emulator",
+    "token_text",
+]
+
+_APIS = {"/generate": Api.GENERATE, "/v1/chat/completions": Api.CHAT, "/v1/completions": Api.COMPLETION}
+
+_STOP_S = 0.2
+
+
+class Emulator:
+    """A running emulator. ``start_emulator`` makes it."""
+
+    def __init__(self, settings: EmulatorSettings) -> None:
+        self.settings = settings
+        self.url = ""
+        self.bootstrap_port: int | None = None
+        self.faults = Faults()
+        self.engine = LiveEngine(settings)
+        self._reports = LoadReports(self.engine, settings.load_delay)
+        self._state = ServerState()
+        self._servers: list[asyncio.Server] = []
+        self._control = Control(self.engine, self._reports, self.faults)
+        self._routes = self._control.routes() | {path: {"POST": self._infer} for path in _APIS}
+
+    def snapshot(self) -> EngineSnapshot:
+        """All that the engine holds now, and what it refused so far."""
+        return self.engine.snapshot()
+
+    @property
+    def received(self) -> list[Received]:
+        """The newest prompts, as the engine understood them."""
+        return list(self.engine.received)
+
+    async def start(self) -> None:
+        """Listen. Raises: ``OSError`` if a port can't be had."""
+        settings = self.settings
+        loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            self.app,
+            interface="asgi3",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+        )
+        config.load()
+        factory = partial(HttpToolsProtocol, config=config, server_state=self._state, app_state={})
+        server = await loop.create_server(factory, settings.host, settings.port, backlog=2048)
+        self._servers.append(server)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"http://{host}:{_port(server)}"
+        if settings.role == "prefill":
+            server = await loop.create_server(
+                self.engine.rooms.accept, settings.host, settings.bootstrap_port, backlog=2048
+            )
+            self._servers.append(server)
+            self.bootstrap_port = self._control.bootstrap_port = _port(server)
+
+    async def stop(self) -> None:
+        """Close all sockets and end all requests, as a dying process does."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self._state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        self._reports.shut()
+        await self.engine.shut()
+        await asyncio.sleep(0)  # lets aborted transports tell their protocols
+        if self._state.tasks:
+            _, stuck = await asyncio.wait(self._state.tasks, timeout=_STOP_S)
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+
+    async def app(self, scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable") -> None:
+        """ASGI entry."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send, partial(self._transport, scope["client"]))
+        with contextlib.suppress(Broken):
+            rules = self.faults.take(exchange.path) if self.faults.rules else []
+            if not await self._spoil(exchange, rules):
+                await self._route(exchange, rules)
+
+    def _transport(self, client: tuple[str, int] | None) -> asyncio.Transport | None:
+        for connection in self._state.connections:
+            if isinstance(connection, HttpToolsProtocol) and connection.client == client:
+                return connection.transport
+        return None
+
+    async def _spoil(self, exchange: Exchange, rules: list[FaultRule]) -> bool:
+        """Apply the faults that come before an answer; true if there is nothing left to do."""
+        for rule in rules:
+            if rule.kind == "slow":
+                await asyncio.sleep(rule.seconds)
+            elif rule.kind == "hang" or (rule.kind == "no_load" and rule.mode == "hang"):
+                await exchange.gone()
+                return True
+            elif rule.kind in {"status", "no_load"}:
+                error = EngineError(rule.status, "fault", "fault on demand")
+                await exchange.reply_json(rule.status, rule.body or error.body())
+                return True
+            elif rule.kind == "reset" and rule.after_chunks is None:
+                exchange.reset()
+            elif rule.kind in {"reset", "half_stream"}:
+                exchange.breaking = rule
+        return False
+
+    async def _route(self, exchange: Exchange, rules: list[FaultRule]) -> None:
+        handlers = self._routes.get(exchange.path)
+        if handlers is None:
+            await exchange.reply_json(404, {"detail": "Not Found"})
+        elif exchange.method not in handlers:
+            await exchange.reply_json(405, {"detail": "Method Not Allowed"})
+        else:
+            await handlers[exchange.method](exchange, rules)
+
+    # Inference.
+
+    async def _infer(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        raw = await exchange.read()
+        inbox: Inbox = asyncio.Queue()
+        tickets: list[Ticket] = []
+        try:
+            call = read_call(_APIS[exchange.path], raw, exchange.headers, self.settings)
+            self._submit(call, inbox, tickets)
+        except EngineError as error:
+            for ticket in tickets:
+                self.engine.abort(ticket)
+            self.engine.count_error(error)
+            await exchange.fail(error)
+            return
+        watch = asyncio.get_running_loop().create_task(_tell_when_gone(exchange, inbox))
+        try:
+            reply = make_reply(call, tickets, has_prompt_logprobs=self.settings.role != "decode")
+            if call.is_stream:
+                await _stream(exchange, reply, inbox, len(tickets), self.settings.stream_interval)
+            else:
+                await _whole(exchange, reply, inbox, tickets)
+        finally:
+            watch.cancel()
+            for ticket in tickets:
+                self.engine.abort(ticket)
+
+    def _submit(self, call: Call, inbox: Inbox, tickets: list[Ticket]) -> None:
+        for index, part in enumerate(call.parts):
+            ticket = self._ticket(call, part, index, inbox)
+            tickets.append(ticket)
+            self.engine.submit(ticket)
+
+    def _ticket(self, call: Call, part: Part, index: int, inbox: Inbox) -> Ticket:
+        rank = self.engine.default_rank(part.room) if call.rank is None else call.rank
+        interval = self.settings.stream_interval if call.is_stream else 0
+        prompt = part.prompt
+        job = Job(rank, prompt.tokens, part.output_tokens, prompt.blocks, interval)
+        seed = text_seed(prompt.digest, part.choice)
+        ticket = Ticket(job, inbox, rid=part.rid, index=index, digest=prompt.digest, seed=seed)
+        ticket.room = part.room if part.address is not None else None
+        ticket.address = part.address
+        ticket.prefill_rank = call.prefill_rank
+        ticket.stops_early = part.stops_early
+        return ticket
+
+
+def _port(server: asyncio.Server) -> int:
+    port: int = server.sockets[0].getsockname()[1]
+    return port
+
+
+async def _tell_when_gone(exchange: Exchange, inbox: Inbox) -> None:
+    await exchange.gone()
+    inbox.put_nowait(None)
+
+
+async def _stream(exchange: Exchange, reply: Reply, inbox: Inbox, open_count: int, interval: int) -> None:
+    """Write events as tokens come, until every prompt is over; the first failure ends the stream."""
+    while open_count:
+        ticket = await inbox.get()
+        if ticket is None:
+            raise Broken
+        ticket.is_posted = False
+        if ticket.error is not None:
+            if not exchange.is_started:
+                await exchange.fail(ticket.error)
+                return
+            await exchange.stream(error_event(ticket.error))
+            await exchange.end()
+            return
+        chunks = []
+        for end in chunk_ends(ticket.sent_tokens, ticket.tokens, interval):
+            chunks.append(reply.chunk(ticket, ticket.sent_tokens, end))
+            ticket.sent_tokens = end
+        open_count -= ticket.is_over
+        if not open_count:
+            chunks.append(reply.tail())
+        for chunk in chunks if exchange.breaking else [b"".join(chunks)]:
+            await exchange.stream(chunk)
+    await exchange.end()
+
+
+async def _whole(exchange: Exchange, reply: Reply, inbox: Inbox, tickets: list[Ticket]) -> None:
+    """Write one answer when every prompt is over."""
+    while not all(ticket.is_over for ticket in tickets):
+        ticket = await inbox.get()
+        if ticket is None:
+            raise Broken
+        ticket.is_posted = False
+        if ticket.error is not None:
+            await exchange.fail(ticket.error)
+            return
+    await exchange.reply(200, reply.whole())
+
+
+@contextlib.asynccontextmanager
+async def start_emulator(settings: EmulatorSettings) -> AsyncIterator[Emulator]:
+    """Emulator that listens inside the ``with`` block."""
+    emulator = Emulator(settings)
+    try:
+        await emulator.start()
+        yield emulator
+    finally:
+        await emulator.stop()
+
+
+async def _serve(settings: EmulatorSettings) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with start_emulator(settings) as emulator:
+        line = {
+            "event": "listening",
+            "role": settings.role,
+            "url": emulator.url,
+            "bootstrap_port": emulator.bootstrap_port,
+        }
+        sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+        sys.stdout.flush()
+        await stopped.wait()
+
+
+def run(settings: EmulatorSettings) -> int:
+    """Emulate until SIGTERM or SIGINT; prints one JSON line when listening. Returns the exit status."""
+    try:
+        uvloop.run(_serve(settings))
+    except OSError as error:
+        sys.stderr.write(f"emulator: can't listen: {error}\n")
+        return 1
+    return 0

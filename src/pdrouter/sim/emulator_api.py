@@ -1,0 +1,284 @@
+"""Requests of SGLang's inference endpoints, read and checked: bytes and headers in, prompts with ranks and rooms out.
+
+What SGLang would refuse is refused, and what it would ignore is ignored. Replies: ``emulator_replies.py``.
+"""
+
+import uuid
+from collections.abc import Mapping
+from enum import StrEnum, auto
+
+import msgspec
+
+from pdrouter.sim.emulator_settings import MAX_ROOM, EmulatorSettings, EngineError
+from pdrouter.sim.text import Prompt, render_chat
+
+_FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's own name for "no other side" (disaggregation/utils.py)
+_DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+class Api(StrEnum):
+    """Which endpoint was called."""
+
+    GENERATE = auto()
+    CHAT = auto()
+    COMPLETION = auto()
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI's ``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """The part of ``sampling_params`` that matters here."""
+
+    max_new_tokens: int | None = None
+    n: int | None = None
+
+
+class Body(msgspec.Struct, frozen=True):
+    """Fields of all three endpoints; handshake and rank fields stay unchecked until their own rules are applied."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
+    messages: list[dict[str, object]] | None = None
+    tools: list[object] | None = None
+    sampling_params: SamplingParams | list[SamplingParams] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    rid: str | list[str] | None = None
+    model: str | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    logprobs: bool | int | None = None
+    bootstrap_host: object = None
+    bootstrap_port: object = None
+    bootstrap_room: object = None
+    routed_dp_rank: object = None
+    disagg_prefill_dp_rank: object = None
+    data_parallel_rank: object = None
+    decode_dp_rank: object = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One prompt of a request, checked. ``rank`` None: the engine chooses."""
+
+    rid: str
+    prompt: Prompt
+    choice: int
+    output_tokens: int
+    stops_early: bool
+    room: int | None
+    address: tuple[str, int] | None
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A whole request, checked."""
+
+    api: Api
+    parts: list[Part]
+    is_batch: bool
+    is_stream: bool
+    include_usage: bool
+    has_logprobs: bool
+    logprob_start: int
+    rank: int | None
+    prefill_rank: int | None
+    model: str
+
+
+_decoder = msgspec.json.Decoder(Body)
+
+
+def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: EmulatorSettings) -> Call:
+    """Read and check a request. Raises: ``EngineError`` with status 400."""
+    try:
+        body = _decoder.decode(raw)
+        prompts, is_batch = _prompts(api, body)
+        kept = [Prompt(prompt, settings.bytes_per_token) for prompt in prompts]
+    except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
+        raise EngineError(400, "bad_request", f"invalid request: {error}") from None
+    if not kept or not all(prompt.tokens for prompt in kept):
+        raise EngineError(400, "bad_request", "the prompt is empty")
+    if not settings.takes_routed_fields:
+        headers = {name: value for name, value in headers.items() if not name.startswith("x-override-")}
+    choices = _choices(api, body)
+    count = len(kept) * choices
+    is_batch = is_batch or choices > 1
+    rooms, addresses = _bootstrap(body, headers, settings, count, is_batch=is_batch)
+    rids = _rids(headers.get("x-override-rid") or body.rid, count, is_batch=is_batch)
+    limit, stops_early = _output_tokens(api, body, settings)
+    rank, prefill_rank = _ranks(body, headers, settings)
+    parts = [
+        Part(rids[i], kept[i // choices], i % choices, limit, stops_early, rooms[i], addresses[i]) for i in range(count)
+    ]
+    start = body.logprob_start_len
+    return Call(
+        api=api,
+        parts=parts,
+        is_batch=is_batch,
+        is_stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        has_logprobs=_has_logprobs(api, body),
+        logprob_start=max(0, start) if isinstance(start, int) else 0,
+        rank=rank,
+        prefill_rank=prefill_rank,
+        model=body.model or settings.model,
+    )
+
+
+def _prompts(api: Api, body: Body) -> tuple[list[str | list[int]], bool]:
+    if api is Api.CHAT:
+        if not body.messages:
+            raise EngineError(400, "bad_request", "messages must be a list with one message at least")
+        return [render_chat(body.messages, body.tools)], False
+    source: object = body.prompt
+    if api is Api.GENERATE:
+        if (body.text is None) == (body.input_ids is None):
+            raise EngineError(400, "bad_request", "Either text or input_ids should be provided.")
+        source = body.text if body.input_ids is None else body.input_ids
+    if isinstance(source, str):
+        return [source], False
+    if not isinstance(source, list) or not source:
+        raise EngineError(400, "bad_request", "the prompt is missing or empty")
+    if isinstance(source[0], int):
+        return [msgspec.convert(source, list[int])], False
+    if isinstance(source[0], str):
+        return list(msgspec.convert(source, list[str])), True
+    return list(msgspec.convert(source, list[list[int]])), True
+
+
+def _choices(api: Api, body: Body) -> int:
+    choices = body.n
+    if api is Api.GENERATE:
+        params = body.sampling_params
+        choices = params.n if isinstance(params, SamplingParams) else None
+    if choices is not None and not 1 <= choices <= 1024:
+        raise EngineError(400, "bad_request", f"n should be positive and small, got {choices}")
+    return choices or 1
+
+
+def _output_tokens(api: Api, body: Body, settings: EmulatorSettings) -> tuple[int, bool]:
+    limit = body.max_completion_tokens or body.max_tokens
+    if api is Api.GENERATE:
+        params = body.sampling_params
+        if isinstance(params, list):
+            params = params[0] if params else None
+        limit = params.max_new_tokens if params else None
+    if limit is not None and limit < 1:
+        raise EngineError(400, "bad_request", f"max_new_tokens must be at least 1, got {limit}")
+    if settings.role == "prefill":
+        return 1, False
+    return (settings.default_output_tokens, True) if limit is None else (limit, False)
+
+
+def _has_logprobs(api: Api, body: Body) -> bool:
+    if api is Api.GENERATE:
+        return body.return_logprob is True or (isinstance(body.return_logprob, list) and any(body.return_logprob))
+    return body.logprobs is not None and body.logprobs is not False
+
+
+def _rids(rid: str | list[str] | None, count: int, *, is_batch: bool) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(rid, str):
+        return [f"{rid}_{i}" for i in range(count)] if is_batch else [rid]
+    if len(rid) != count:
+        raise EngineError(400, "bad_request", "The rids should be provided for each request.")
+    return rid
+
+
+# Rooms.
+
+
+def _bootstrap(
+    body: Body, headers: Mapping[str, str], settings: EmulatorSettings, count: int, *, is_batch: bool
+) -> tuple[list[int | None], list[tuple[str, int] | None]]:
+    if settings.role == "regular":
+        return [None] * count, [None] * count
+    room = _header_int(headers, "x-override-bootstrap-room", body.bootstrap_room)
+    host: object = headers.get("x-override-bootstrap-host", body.bootstrap_host)
+    port = _header_int(headers, "x-override-bootstrap-port", body.bootstrap_port)
+    rooms = [_room(value) for value in _spread("bootstrap_room", room, count, is_batch=is_batch)]
+    hosts = _spread("bootstrap_host", host, count, is_batch=is_batch)
+    ports = _spread("bootstrap_port", port, count, is_batch=is_batch)
+    if len(set(rooms)) != count:
+        raise EngineError(500, "room_reused", "a bootstrap_room stands twice in one batch")
+    return list(rooms), [_address(hosts[i], ports[i]) for i in range(count)]
+
+
+def _spread(name: str, value: object, count: int, *, is_batch: bool) -> list[object]:
+    if not is_batch:
+        if isinstance(value, list):
+            raise EngineError(400, "bad_batch", f"{name} is a list, but the request isn't a batch")
+        return [value]
+    if not isinstance(value, list) or len(value) != count:
+        raise EngineError(400, "bad_batch", f"{name} must be a list of {count} for this batch")
+    return value
+
+
+def _room(value: object) -> int:
+    if value is None:
+        raise EngineError(400, "bad_room", "Disaggregated request received without bootstrap room id.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_ROOM:
+        raise EngineError(400, "bad_room", f"bootstrap_room must be an integer in [0, 2^63 - 1], got {value!r}")
+    return value
+
+
+def _address(host: object, port: object) -> tuple[str, int] | None:
+    if not isinstance(host, str) or not host:
+        raise EngineError(400, "bad_bootstrap_host", f"bootstrap_host must be a string, got {host!r}")
+    if host == _FAKE_BOOTSTRAP_HOST:
+        return None
+    if port is None:
+        return host, _DEFAULT_BOOTSTRAP_PORT
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+        raise EngineError(400, "bad_bootstrap_port", f"bootstrap_port must be a port number, got {port!r}")
+    return host, port
+
+
+def _header_int(headers: Mapping[str, str], name: str, other: object) -> object:
+    value = headers.get(name)
+    if value is None:
+        return other
+    try:
+        return int(value)
+    except ValueError:
+        raise EngineError(400, "bad_header", f"invalid {name} header {value!r}") from None
+
+
+# Ranks.
+
+
+def _ranks(body: Body, headers: Mapping[str, str], settings: EmulatorSettings) -> tuple[int | None, int | None]:
+    """Own rank and, for decode, the prefill's rank; None where nothing was said."""
+    is_decode = settings.role == "decode"
+    own: object = body.data_parallel_rank
+    other: object = None
+    if is_decode and body.decode_dp_rank is not None:
+        own, other = body.decode_dp_rank, body.data_parallel_rank
+    if settings.takes_routed_fields:
+        own = own if body.routed_dp_rank is None else body.routed_dp_rank
+        if is_decode and body.disagg_prefill_dp_rank is not None:
+            other = body.disagg_prefill_dp_rank
+        other = _header_int(headers, "x-override-disagg-prefill-dp-rank", other)
+    own = _header_int(headers, "x-data-parallel-rank", own)
+    own = _header_int(headers, "x-override-routed-dp-rank", own)
+    rank = _integer("data_parallel_rank", own)
+    if rank is not None and not 0 <= rank < settings.dp_size:
+        text = f"data_parallel_rank={rank} out of range [0, {settings.dp_size - 1}]"
+        raise EngineError(400, "rank_out_of_range", text)
+    return rank, _integer("disagg_prefill_dp_rank", other) if is_decode else None
+
+
+def _integer(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise EngineError(400, "bad_rank", f"{name} must be an integer, got {value!r}")
+    return value

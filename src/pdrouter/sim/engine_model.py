@@ -1,0 +1,263 @@
+"""Timing and queues of an engine as a state machine in the engine's own time: no clock, no I/O, no asyncio.
+
+The driver calls ``submit``, ``start_transfer`` and ``release`` when things happen outside,
+``advance`` when ``next_event_s`` has come, and acts on the events it returns. Many decode steps between two
+events are one arithmetic step: while a batch doesn't change, step ``i`` takes ``first + i * slope``.
+Timing: ``profiles.py``; queues and KV: ``engine_rank.py``.
+"""
+
+from heapq import heappop, heappush
+from itertools import count
+from math import inf, sqrt
+
+import msgspec
+
+from pdrouter.sim.engine_rank import Rank
+from pdrouter.sim.job import Event, EventKind, Job, Phase, RankLoad, Role
+from pdrouter.sim.profiles import Profile
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is. ``waits_for_decode``: a prefill starts only when its decode side has reserved KV."""
+
+    profile: Profile
+    role: Role
+    dp_size: int
+    kv_capacity_tokens: int
+    block_tokens: int
+    waits_for_decode: bool = False
+
+
+class _Stretch:
+    """Steps under way that can be told in advance: step ``i`` (from 0) takes ``first_s + i * slope_s``."""
+
+    __slots__ = ("first_s", "slope_s", "start_s", "steps")
+
+    def __init__(self, start_s: float, steps: int, first_s: float, slope_s: float) -> None:
+        self.start_s = start_s
+        self.steps = steps
+        self.first_s = first_s
+        self.slope_s = slope_s
+
+    def end_s(self, steps: int) -> float:
+        return self.start_s + steps * self.first_s + self.slope_s * (steps * (steps - 1) / 2)
+
+    def steps_by(self, now_s: float) -> int:
+        """Whole steps that are over at ``now_s``; never the last one, which only ``advance`` ends."""
+        passed = now_s - self.start_s
+        if passed < self.first_s:
+            return 0
+        half = self.first_s - self.slope_s / 2
+        steps = int(2 * passed / (half + sqrt(half * half + 2 * self.slope_s * passed)))
+        while steps > 0 and self.end_s(steps) > now_s:
+            steps -= 1
+        while self.end_s(steps + 1) <= now_s:
+            steps += 1
+        return min(steps, self.steps - 1)
+
+    def drop(self, steps: int) -> None:
+        self.start_s = self.end_s(steps)
+        self.first_s += steps * self.slope_s
+        self.steps -= steps
+
+
+class _Group:
+    """Ranks that step together: one rank alone, or all ranks of an engine with DP attention."""
+
+    def __init__(self, ranks: list[Rank], profile: Profile, *, is_split: bool) -> None:
+        self.ranks = ranks
+        self._profile = profile
+        self._split = profile.dp_split if is_split else None
+        self._stretch: _Stretch | None = None
+        self._moves: list[tuple[float, int, Job]] = []
+        self._order = count()
+
+    @property
+    def next_event_s(self) -> float:
+        step_s = self._stretch.end_s(self._stretch.steps) if self._stretch else inf
+        return min(step_s, self._moves[0][0]) if self._moves else step_s
+
+    def rank_of(self, job: Job) -> Rank:
+        return self.ranks[job.rank - self.ranks[0].index]
+
+    def move(self, job: Job, at_s: float) -> None:
+        heappush(self._moves, (at_s, next(self._order), job))
+
+    def advance(self, now_s: float, events: list[Event]) -> None:
+        """Let time pass up to and including ``now_s``, so far as it causes events."""
+        while True:
+            stretch = self._stretch
+            step_s = stretch.end_s(stretch.steps) if stretch else inf
+            move_s = self._moves[0][0] if self._moves else inf
+            if min(step_s, move_s) > now_s:
+                break
+            if move_s <= step_s:
+                self._arrive(heappop(self._moves)[2], move_s, events)
+            elif stretch:
+                self._apply(stretch, stretch.steps, step_s, events)
+                self._plan(step_s, events)
+
+    def changed(self, at_s: float, events: list[Event]) -> None:
+        """Act on changed queues: at once if idle, else when the step under way is over."""
+        for rank in self.ranks:
+            rank.reserve(at_s, events)
+        if self._stretch is None:
+            self._plan(at_s, events)
+        else:
+            self.catch_up(at_s, events)
+            self._stretch.steps = 1
+
+    def _arrive(self, job: Job, at_s: float, events: list[Event]) -> None:
+        if job.phase is not Phase.TRANSFER:
+            return
+        self.rank_of(job).receive(job)
+        events.append(Event(EventKind.TRANSFERRED, job, at_s, 0))
+        self.changed(at_s, events)
+
+    def catch_up(self, now_s: float, events: list[Event]) -> None:
+        """Count the steps that are over in the middle of a stretch."""
+        stretch = self._stretch
+        if stretch is not None and stretch.steps > 1:
+            steps = stretch.steps_by(now_s)
+            if steps:
+                self._apply(stretch, steps, stretch.end_s(steps), events)
+
+    def _apply(self, stretch: _Stretch, steps: int, at_s: float, events: list[Event]) -> None:
+        stretch.drop(steps)
+        step_s = stretch.first_s - stretch.slope_s
+        for rank in self.ranks:
+            if rank.batch:
+                rank.finish_prefill(at_s, step_s, events)
+            elif rank.running_count:
+                rank.finish_decode(steps, at_s, step_s, events)
+
+    def _plan(self, at_s: float, events: list[Event]) -> None:
+        prefilling, decoding = [], []
+        for rank in self.ranks:
+            rank.join_ready(at_s, events)
+            rank.reserve(at_s, events)
+            if rank.plan_prefill():
+                prefilling.append(rank)
+            elif rank.running_count:
+                decoding.append(rank)
+        if not prefilling and not decoding:
+            self._stretch = None
+        elif self._split is not None:
+            self._stretch = _Stretch(at_s, 1, self._split_step_ms(prefilling, decoding) / 1000, 0.0)
+        elif prefilling:
+            step_ms = prefilling[0].prefill_batch_ms(self._profile.prefill)
+            self._stretch = _Stretch(at_s, 1, step_ms / 1000, 0.0)
+        else:
+            rank, curve = decoding[0], self._profile.decode
+            slope_s = curve.b2 * rank.running_count / 1000
+            self._stretch = _Stretch(at_s, rank.steps_until_due(), rank.decode_step_ms(curve) / 1000, slope_s)
+
+    def _split_step_ms(self, prefilling: list[Rank], decoding: list[Rank]) -> float:
+        # Where some ranks prefill and others decode, the slowest local part leads, and the experts see all.
+        split = self._split
+        assert split is not None  # noqa: S101 (narrows the type)
+        local_ms = max(
+            [rank.prefill_batch_ms(split.prefill_local) for rank in prefilling]
+            + [rank.decode_step_ms(split.decode_local) for rank in decoding]
+        )
+        requests = sum(rank.running_count for rank in decoding)
+        if not prefilling:
+            return local_ms + split.decode_moe.step_ms(requests)
+        tokens = sum(new for rank in prefilling for _, new in rank.batch)
+        return local_ms + split.prefill_moe.step_ms(tokens + requests)
+
+
+class EngineModel:
+    """One engine of ``dp_size`` ranks. Units: seconds of the engine's time, which must never go back."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        profile = settings.profile
+        self.settings = settings
+        self._events: list[Event] = []
+        ranks = [
+            Rank(
+                index,
+                settings.role,
+                capacity_tokens=settings.kv_capacity_tokens,
+                max_batch=profile.max_batch,
+                chunk_tokens=profile.prefill_chunk_tokens,
+                block_tokens=settings.block_tokens,
+            )
+            for index in range(settings.dp_size)
+        ]
+        is_split = profile.dp_split is not None and settings.dp_size > 1
+        members = [ranks] if is_split else [[rank] for rank in ranks]
+        self._ranks = ranks
+        self._groups = [_Group(group, profile, is_split=is_split) for group in members]
+        self._group_of = [group for group in self._groups for _ in group.ranks]
+
+    @property
+    def next_event_s(self) -> float:
+        """When ``advance`` has something to do: in the past if events are waiting, infinite if idle."""
+        return -inf if self._events else min([group.next_event_s for group in self._groups])
+
+    def fits(self, job: Job) -> bool:
+        """Whether the job can ever run here."""
+        answer = 0 if self.settings.role is Role.PREFILL else job.output_tokens
+        return job.prompt_tokens + answer <= self.settings.kv_capacity_tokens
+
+    def submit(self, job: Job, now_s: float) -> None:
+        """Take in a job at the rank it names."""
+        group = self._at(job, now_s)
+        phase = Phase.WAITING
+        if self.settings.role is Role.DECODE:
+            phase = Phase.PREALLOC
+        elif self.settings.role is Role.PREFILL and self.settings.waits_for_decode:
+            phase = Phase.BOOTSTRAP
+        group.rank_of(job).enqueue(job, phase)
+        if phase is not Phase.BOOTSTRAP:
+            group.changed(now_s, self._events)
+
+    def meet(self, job: Job, now_s: float) -> None:
+        """Prefill: the decode side of this job has reserved its KV."""
+        if job.phase is Phase.BOOTSTRAP:
+            group = self._at(job, now_s)
+            group.rank_of(job).leave_bootstrap(job)
+            group.changed(now_s, self._events)
+
+    def start_transfer(self, job: Job, now_s: float) -> None:
+        """Decode: the prefill side has the KV; it begins to move."""
+        if job.phase is Phase.TRANSFER:
+            transfer_s = self.settings.profile.transfer_ms(job.prompt_tokens) / 1000
+            self._at(job, now_s).move(job, now_s + transfer_s)
+
+    def release(self, job: Job, now_s: float) -> None:
+        """Free all that the job holds: its KV is needed no more, or its caller has gone."""
+        group = self._at(job, now_s)
+        if job.is_live:
+            group.rank_of(job).remove(job)
+            group.changed(now_s, self._events)
+
+    def advance(self, now_s: float) -> list[Event]:
+        """Let time pass; returns what happened since the last call, in order per group of ranks."""
+        for group in self._groups:
+            group.advance(now_s, self._events)
+        events, self._events = self._events, []
+        return events
+
+    def generated(self, job: Job, now_s: float) -> int:
+        """Tokens of a running job's answer."""
+        return self._at(job, now_s).rank_of(job).generated(job)
+
+    def loads(self, now_s: float) -> list[RankLoad]:
+        """Load of each rank."""
+        for group in self._groups:
+            group.advance(now_s, self._events)
+            group.catch_up(now_s, self._events)
+        return [rank.load() for rank in self._ranks]
+
+    def flush(self) -> None:
+        """Empty the prefix caches."""
+        for rank in self._ranks:
+            rank.cache.clear()
+
+    def _at(self, job: Job, now_s: float) -> _Group:
+        group = self._group_of[job.rank]
+        group.advance(now_s, self._events)
+        group.catch_up(now_s, self._events)
+        return group

@@ -1,0 +1,132 @@
+"""Words of the engine model: a job, the phases of its life, the events it causes, the load of a rank.
+
+Units: tokens; seconds of the engine's own clock, which the driver may run faster than real time.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum, auto
+from typing import NamedTuple
+
+
+class Role(StrEnum):
+    """What an engine does for a request: reads the prompt, writes the answer, or both."""
+
+    PREFILL = auto()
+    DECODE = auto()
+    REGULAR = auto()
+
+
+class Phase(StrEnum):
+    """Where a job is. Prefill: bootstrap to inflight; decode: prealloc to running; regular: waiting on."""
+
+    NEW = auto()
+    BOOTSTRAP = auto()
+    WAITING = auto()
+    PREFILLING = auto()
+    INFLIGHT = auto()
+    PREALLOC = auto()
+    TRANSFER = auto()
+    READY = auto()
+    RUNNING = auto()
+    DONE = auto()
+
+
+class EventKind(StrEnum):
+    """What happened to a job."""
+
+    RESERVED = auto()
+    """Decode: slot and KV are held; the KV may be sent."""
+    TRANSFERRED = auto()
+    """Decode: the KV has arrived; the prefill side may let go of it."""
+    PREFILLED = auto()
+    """Prefill: the KV of the whole prompt is there."""
+    PROGRESS = auto()
+    """Tokens were generated that a stream should show."""
+    FINISHED = auto()
+    """The last token was generated and all is freed."""
+
+
+class Job:
+    """One prompt on one rank. ``interval`` is tokens per streamed chunk, 0 if only the end matters.
+
+    ``blocks`` are the chained hashes of the prompt's full blocks (``text.Prompt``).
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "done_tokens",
+        "interval",
+        "joined_step",
+        "output_tokens",
+        "phase",
+        "pinned_blocks",
+        "private_tokens",
+        "prompt_tokens",
+        "rank",
+        "reserved_tokens",
+        "waiting_tokens",
+    )
+
+    def __init__(self, rank: int, prompt_tokens: int, output_tokens: int, blocks: Sequence[int], interval: int) -> None:
+        self.rank = rank
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.blocks = blocks
+        self.interval = interval
+        self.phase = Phase.NEW
+        self.cached_tokens = 0
+        self.done_tokens = 0  # of the prompt, cached ones included
+        self.waiting_tokens = 0  # uncached, as seen when it was queued
+        self.pinned_blocks = 0  # leading blocks held in the rank's prefix cache
+        self.private_tokens = 0  # of the prompt, held outside the cache
+        self.reserved_tokens = 0  # private tokens and room for the answer
+        self.joined_step = 0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is queued or holds anything."""
+        return self.phase is not Phase.NEW and self.phase is not Phase.DONE
+
+
+class Event(NamedTuple):
+    """Something that happened at ``at_s``; ``tokens`` are those generated so far."""
+
+    kind: EventKind
+    job: Job
+    at_s: float
+    tokens: int
+
+
+class RankLoad(NamedTuple):
+    """Load of one rank, as counts of requests and tokens.
+
+    ``used_tokens``: KV held by live requests, shared blocks once. ``total_tokens``: those and the prompts of
+    waiting requests. ``waiting_uncached_tokens``: prompt tokens still to be computed that are queued.
+    """
+
+    rank: int
+    running: int
+    waiting: int
+    bootstrap: int
+    inflight: int
+    prealloc: int
+    transfer: int
+    used_tokens: int
+    reserved_tokens: int
+    total_tokens: int
+    waiting_uncached_tokens: int
+    cached_idle_tokens: int
+    capacity_tokens: int
+    max_running: int
+    gen_tokens_per_s: float
+    cache_hit_rate: float
+    prefill_uncached_tokens: int
+    prefill_busy_s: float
+    generated_tokens: int
+
+    @property
+    def is_idle(self) -> bool:
+        """No request lives here and no KV is held."""
+        live = self.running + self.waiting + self.bootstrap + self.inflight + self.prealloc + self.transfer
+        return live + self.used_tokens + self.reserved_tokens == 0

@@ -1,0 +1,1 @@
+"""TELLS. Reads facts and writes metrics and logs; no logic depends on it."""

@@ -1,0 +1,189 @@
+"""Prometheus metrics: requests and phases as they happen, the load of every rank when it is asked for."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from pdrouter.core.router import Router
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Bucket bounds in seconds: from a warm small prompt to the longest answers."""
+
+_MAX_STATUSES = 64
+"""Different (path, status) pairs that are counted apart (I9)."""
+
+
+class Distribution(Collector):
+    """A histogram of seconds that costs a bisection to add to; the exposition is prometheus-client's."""
+
+    def __init__(self, name: str, help_text: str) -> None:
+        self._name = name
+        self._help = help_text
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Take note of a duration."""
+        self._counts[bisect_left(_SECONDS, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the buckets, each with all that are smaller."""
+        bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum_s)
+
+
+class Metrics:
+    """What the data plane counts, in plain numbers that are read when somebody scrapes.
+
+    It has a registry of its own, so that several routers can live in one process.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.registry = CollectorRegistry()
+        self.in_flight = 0
+        self._requests: dict[tuple[str, int], int] = {}
+        self._failures: dict[str, int] = {}
+        self._first_token_s = Distribution(
+            "pdrouter_time_to_first_token_seconds", "From the decision to the first byte of the answer."
+        )
+        self._duration_s = Distribution(
+            "pdrouter_request_duration_seconds", "From the request's head to the end of its reply."
+        )
+        self.first_token = self._first_token_s.add
+        for collector in (self._first_token_s, self._duration_s, _DataPlaneCollector(self), _RouterCollector(router)):
+            self.registry.register(collector)
+
+    def add_counters(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show counters that somebody else keeps, labelled ``event``."""
+        self.registry.register(_ReadCollector(name, help_text, read))
+
+    def began(self) -> None:
+        """Count a request in."""
+        self.in_flight += 1
+
+    def ended(self, path: str, status: int, duration_s: float) -> None:
+        """Count a request out."""
+        self.in_flight -= 1
+        key = (path, status)
+        if key not in self._requests and len(self._requests) >= _MAX_STATUSES:  # I9
+            key = (path, 0)
+        self._requests[key] = self._requests.get(key, 0) + 1
+        self._duration_s.add(duration_s)
+
+    def failed(self, code: str) -> None:
+        """Count a failure."""
+        self._failures[code] = self._failures.get(code, 0) + 1
+
+    def families(self) -> Iterator[Metric]:
+        """Yield requests and failures."""
+        requests = CounterMetricFamily(
+            "pdrouter_requests", "Requests answered, by path and status.", labels=["path", "status"]
+        )
+        for (path, status), count in self._requests.items():
+            requests.add_metric([path, str(status) if status else "other"], count)
+        yield requests
+        failures = CounterMetricFamily("pdrouter_failures", "Requests that failed, by code.", labels=["code"])
+        for code, count in self._failures.items():
+            failures.add_metric([code], count)
+        yield failures
+        yield GaugeMetricFamily("pdrouter_requests_in_flight", "Requests under way.", value=self.in_flight)
+
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        return generate_latest(self.registry)
+
+
+class _DataPlaneCollector(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.families()
+
+
+class _ReadCollector(Collector):
+    def __init__(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
+        self._name = name
+        self._help = help_text
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._help, labels=["event"])
+        for event, count in self._read().items():
+            family.add_metric([event], count)
+        yield family
+
+
+class _RouterCollector(Collector):
+    """Reads the core when it is scraped."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._rank_gauges()
+        yield from self._endpoint_gauges()
+        yield from self._totals()
+
+    def _rank_gauges(self) -> Iterator[Metric]:
+        labels = ["endpoint", "role", "rank"]
+        tokens = GaugeMetricFamily("pdrouter_rank_tokens", "Tokens on a rank, by source.", labels=[*labels, "source"])
+        requests = GaugeMetricFamily(
+            "pdrouter_rank_requests", "Requests on a rank, by source.", labels=[*labels, "source"]
+        )
+        for load in self._router.load.endpoints.values():
+            for rank in load.ranks:
+                where = [load.key, load.endpoint.role.value, str(rank.key.rank)]
+                tokens.add_metric([*where, "ledger"], rank.account.tokens)
+                tokens.add_metric([*where, "effective"], rank.effective_tokens)
+                requests.add_metric([*where, "ledger"], rank.account.requests)
+                requests.add_metric([*where, "effective"], rank.effective_requests)
+                if rank.report is not None:
+                    if rank.report.tokens is not None:
+                        tokens.add_metric([*where, "reported"], rank.report.tokens)
+                    if rank.report.requests is not None:
+                        requests.add_metric([*where, "reported"], rank.report.requests)
+        yield tokens
+        yield requests
+
+    def _endpoint_gauges(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(
+            "pdrouter_endpoint_ready", "Whether an endpoint takes requests.", labels=["endpoint", "role"]
+        )
+        for endpoint in self._router.fleet:
+            ready.add_metric(
+                [endpoint.address, endpoint.role.value], float(self._router.fleet.is_ready(endpoint.address))
+            )
+        yield ready
+
+    def _totals(self) -> Iterator[Metric]:
+        router = self._router
+        yield CounterMetricFamily("pdrouter_decisions", "Requests placed.", value=router.decided)
+        yield GaugeMetricFamily("pdrouter_reservations_live", "Decisions not settled.", value=len(router.live))
+        yield GaugeMetricFamily(
+            "pdrouter_prefix_entries", "Entries of the prefix index.", value=router.prefixes.entries
+        )
+        yield CounterMetricFamily(
+            "pdrouter_prefix_evictions", "Entries evicted from the prefix index.", value=router.prefixes.evictions
+        )
+        rejected = CounterMetricFamily(
+            "pdrouter_reports_rejected", "Rank reports that were no report, by reason.", labels=["reason"]
+        )
+        for reason, count in router.load.rejected_reports.items():
+            rejected.add_metric([reason], count)
+        yield rejected
+        missing = CounterMetricFamily(
+            "pdrouter_load_checks_failed", "Load checks that brought nothing, by reason.", labels=["reason"]
+        )
+        for reason, count in router.missing_reports.items():
+            missing.add_metric([reason], count)
+        yield missing

@@ -1,0 +1,1 @@
+"""CARRIES bytes to engines: HTTP/1.1 connections and their pools."""

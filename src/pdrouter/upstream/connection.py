@@ -1,0 +1,445 @@
+"""One HTTP/1.1 connection to an engine, and the exchange (one request, one reply) that it carries.
+
+Bytes in and out, framing, flow control and the state of the connection; foreign exceptions become
+``pdrouter.errors`` here. It must not know about endpoints, limits on their number, deadlines or what the
+bytes mean. Next: ``pool.py``, which keeps connections between exchanges.
+"""
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol, cast
+
+from httptools import HttpParserError, HttpResponseParser
+
+from pdrouter.errors import UpstreamClosed, UpstreamError, UpstreamProtocol
+
+Headers = list[tuple[bytes, bytes]]
+
+_REPEAT_WITHIN_S = 1.0
+"""A connection that the engine had closed already shows within a round trip; chosen with room to spare."""
+
+
+class State(Enum):
+    """Where a connection is in its life."""
+
+    NEW = "new"
+    ACTIVE = "active"
+    IDLE = "idle"
+    CLOSED = "closed"
+
+
+class Keeper(Protocol):
+    """Whoever opens connections and keeps them between exchanges."""
+
+    async def reopen(self) -> "Connection":
+        """Open a fresh connection for a request that a kept one has lost."""
+
+    def keep(self, connection: "Connection") -> bool:
+        """Take a connection whose exchange is over; False if there is no room for it."""
+
+    def forget(self, connection: "Connection") -> None:
+        """Drop a connection that is about to be CLOSED; it still has its last state."""
+
+
+class Exchange:
+    """One request and its reply; one task at a time may wait in it.
+
+    ``status`` and ``headers`` (names in lower case, trailers left out) are valid after ``head()``.
+    ``is_complete`` says that the reply has arrived whole, though some of it may not have been read yet.
+    The caller ends every exchange with ``close()``.
+    """
+
+    __slots__ = (
+        "_error",
+        "_keeper",
+        "_listener",
+        "_loop",
+        "_request",
+        "_sent_at_s",
+        "_waiter",
+        "connection",
+        "headers",
+        "is_complete",
+        "is_paused",
+        "pieces",
+        "status",
+        "unread_bytes",
+    )
+
+    def __init__(self, keeper: Keeper, connection: "Connection", kept_request: tuple[bytes | memoryview, ...]) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.is_complete = False
+        self.connection: Connection | None = connection
+        self.pieces: list[bytes] = []
+        self.unread_bytes = 0
+        self.is_paused = False
+        self._keeper = keeper
+        self._loop = connection.loop
+        self._listener: Callable[[], None] | None = None
+        self._request = kept_request
+        self._sent_at_s = connection.loop.time()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: UpstreamError | None = None
+
+    async def head(self) -> int:
+        """Wait for the head of the reply and return its status; 1xx replies are skipped.
+
+        A kept connection that ends before any byte of the reply was most likely closed by the engine while
+        the request was on its way: the request is sent once more, on a fresh connection. Not if that shows late:
+        then the engine may have begun, and what it began must not come to it twice.
+
+        Raises: UpstreamClosed, UpstreamProtocol; ConnectFailed, PoolExhausted from the repeat.
+        """
+        while not self.status:
+            if self._error is None:
+                await self._arrival()
+            elif self._request:
+                await self._repeat(self._error)
+            else:
+                raise self._error
+        return self.status
+
+    async def read(self) -> bytes:
+        """Return the body bytes that have come since the last read, waiting for some; b"" at the end.
+
+        Raises: UpstreamClosed, UpstreamProtocol, once what came before the failure has been read.
+        """
+        if not self.status:
+            await self.head()
+        while (data := self.read_nowait()) is None:
+            await self._arrival()
+        return data
+
+    def read_nowait(self) -> bytes | None:
+        """Return what ``read()`` would without waiting, or None if it had to wait.
+
+        Raises: as ``read()``.
+        """
+        pieces = self.pieces
+        if pieces:
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            self.unread_bytes = 0
+            if self.is_paused:
+                self._resume()
+            return data
+        if self.is_complete:
+            return b""
+        if self._error is not None and not self._request:
+            raise self._error
+        return None
+
+    async def read_all(self, limit_bytes: int) -> bytes:
+        """Return the rest of the body.
+
+        Raises: as ``read()``; UpstreamProtocol if there are more than ``limit_bytes``.
+        """
+        if not self.status:
+            await self.head()
+        pieces: list[bytes] = []
+        total_bytes = 0
+        while (piece := self.read_nowait()) != b"":
+            if piece is None:
+                await self._arrival()
+                continue
+            total_bytes += len(piece)
+            if total_bytes > limit_bytes:  # I9
+                self.close()
+                raise UpstreamProtocol(f"the reply's body exceeds {limit_bytes} bytes")
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def listen(self, call: Callable[[], None] | None) -> None:
+        """Have ``call`` called, instead of waking a task, whenever something has arrived or the exchange has ended."""
+        self._listener = call
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the kept connection ended before any byte of the reply, so that ``head()`` may send again."""
+        return self._error is not None and bool(self._request)
+
+    def close(self) -> None:
+        """End the exchange; unless the reply has arrived whole, the connection is aborted at once.
+
+        A whole reply needs nothing: its connection went back to the keeper when the last byte arrived.
+        """
+        if self.is_complete:
+            return
+        self._request = ()
+        connection = self.connection
+        if connection is not None:
+            connection.abort()
+        self.fail(UpstreamClosed("the exchange has been closed by its caller"))
+
+    def forget_request(self) -> None:
+        """Let go of the request: the engine has begun to answer, so that it can't be sent again."""
+        self._request = ()
+
+    def fail(self, error: UpstreamError) -> None:
+        """Take note that the rest of the reply will not come."""
+        self.connection = None
+        self.is_complete = False
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the waiting task look: something has arrived, or has ended."""
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        elif self._listener is not None:
+            self._listener()
+
+    def _arrival(self) -> "asyncio.Future[None]":
+        waiter = self._waiter = self._loop.create_future()
+        return waiter
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        if self.connection is not None:
+            self.connection.resume()
+
+    async def _repeat(self, lost: UpstreamError) -> None:
+        request, self._request = self._request, ()
+        if self._loop.time() - self._sent_at_s > _REPEAT_WITHIN_S:
+            raise lost
+        connection = await self._keeper.reopen()
+        if self._error is not lost:  # closed by its caller in the meantime
+            connection.abort()
+            return
+        self._error = None
+        self.connection = connection
+        connection.start(self, request)
+
+
+class Connection(asyncio.Protocol):
+    """One connection: NEW while connecting, ACTIVE for one exchange at a time, IDLE between them, CLOSED."""
+
+    __slots__ = (
+        "_can_stay",
+        "_ends_at_close",
+        "_exchange",
+        "_feed",
+        "_headers",
+        "_idle_timeout_s",
+        "_keeper",
+        "_limit_bytes",
+        "_max_header_bytes",
+        "_parser",
+        "_peer",
+        "_read_buffer_bytes",
+        "_transport",
+        "expires_at_s",
+        "loop",
+        "state",
+    )
+    _transport: asyncio.Transport  # there in every state but NEW
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        peer: str,
+        *,
+        idle_timeout_s: float,
+        read_buffer_bytes: int,
+        max_header_bytes: int,
+    ) -> None:
+        # For the life of the connection.
+        self.loop = asyncio.get_running_loop()
+        self.state = State.NEW
+        self.expires_at_s = 0.0
+        self._keeper = keeper
+        self._peer = peer
+        self._idle_timeout_s = idle_timeout_s
+        self._read_buffer_bytes = read_buffer_bytes
+        self._max_header_bytes = max_header_bytes
+        self._parser = HttpResponseParser(self)
+        self._feed = self._parser.feed_data
+        # For one exchange.
+        self._exchange: Exchange | None = None
+        self._headers: Headers = []
+        self._limit_bytes = max_header_bytes
+        self._can_stay = False
+        self._ends_at_close = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Open, and carrying nothing."""
+        return self.state is State.IDLE
+
+    @property
+    def is_closed(self) -> bool:
+        """Of no use any more."""
+        return self.state is State.CLOSED
+
+    def has_expired(self, now_s: float) -> bool:
+        """Idle for so long that the engine may be about to close it."""
+        return now_s >= self.expires_at_s
+
+    def start(self, exchange: Exchange, request: tuple[bytes | memoryview, ...]) -> None:
+        """Write the request; its reply goes to the exchange."""
+        self.state = State.ACTIVE
+        self._exchange = exchange
+        self._limit_bytes = self._max_header_bytes
+        self._transport.writelines(request)
+
+    def resume(self) -> None:
+        """Read on: the exchange's buffer has been drained."""
+        self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once, so that the engine sees the client gone; unsent bytes are dropped."""
+        if self.state is State.CLOSED:
+            return
+        self._keeper.forget(self)
+        has_transport = self.state is not State.NEW
+        self.state = State.CLOSED
+        self._exchange = None
+        if has_transport:
+            self._transport.abort()
+
+    def fail(self, error: UpstreamError) -> None:
+        """Close at once and tell the exchange why."""
+        exchange = self._exchange
+        self.abort()
+        if exchange is not None:
+            exchange.fail(error)
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport, on behalf of an exchange that is about to start."""
+        if self.state is State.CLOSED:  # given up while connecting
+            transport.close()
+            return
+        self._transport = cast("asyncio.Transport", transport)
+        self.state = State.ACTIVE
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, hand over, and hold the engine back if the reader is slow."""
+        exchange = self._exchange
+        if exchange is None:  # nobody has asked for anything
+            self.abort()
+            return
+        if not exchange.status:
+            exchange.forget_request()
+        exchange.unread_bytes += len(data)
+        try:
+            self._feed(data)
+        except HttpParserError as error:
+            self.fail(self._failure(error))
+            return
+        if exchange.is_complete:
+            self._finish(exchange)
+        elif exchange.unread_bytes > self._limit_bytes:
+            self._limit(exchange)
+        exchange.wake()
+
+    def eof_received(self) -> None:
+        """End the exchange: the engine closed its side, which ends some bodies and cuts all others."""
+        exchange = self._exchange
+        if exchange is not None and self._ends_at_close:
+            exchange.is_complete = True
+            self._finish(exchange)
+            exchange.wake()
+        else:
+            self.fail(UpstreamClosed(f"{self._peer} closed the connection before its reply was whole"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the exchange, unless we closed the connection ourselves."""
+        if self.state is not State.CLOSED:
+            self.fail(UpstreamClosed(f"{self._peer} reset the connection: {exc}"))
+
+    # Called by the parser, inside ``data_received``.
+
+    def on_message_begin(self) -> None:
+        """Refuse a second reply; a 1xx and the reply after it begin separately."""
+        if self._exchange is None or self._exchange.is_complete:
+            raise UpstreamProtocol(f"{self._peer} sent bytes after the end of its reply")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header or, after the head, a trailer; the parser leaves white space behind the value."""
+        self._headers.append((name.lower(), value.rstrip()))
+
+    def on_headers_complete(self) -> None:
+        """Take the head, and find out where the body ends."""
+        exchange, headers, parser = self._exchange, self._headers, self._parser
+        status = parser.get_status_code()
+        if exchange is None or status == 101:
+            raise UpstreamProtocol(f"{self._peer} wants to switch protocols")
+        self._headers = []
+        if status < 200:
+            return
+        if exchange.unread_bytes > self._max_header_bytes and _size_bytes(headers) > self._max_header_bytes:
+            raise self._head_too_large()
+        exchange.status = status
+        exchange.headers = headers
+        self._limit_bytes = self._read_buffer_bytes
+        self._can_stay = parser.should_keep_alive()
+        self._ends_at_close = not self._can_stay and not _is_framed(status, headers)
+
+    def on_body(self, data: bytes) -> None:
+        """Take a piece of the body, without its chunk framing."""
+        self._exchange.pieces.append(data)  # type: ignore[union-attr]  # the parser runs for an exchange only
+
+    def on_message_complete(self) -> None:
+        """Note the end of a reply; that of a 1xx means nothing."""
+        exchange = self._exchange
+        if exchange is not None and exchange.status:
+            exchange.is_complete = True
+
+    def _finish(self, exchange: Exchange) -> None:
+        """Part from a whole reply; keep the connection if both sides can go on with it."""
+        self._exchange = None
+        exchange.connection = None
+        self._headers.clear()
+        if self._can_stay and not self._transport.get_write_buffer_size():
+            self.expires_at_s = self.loop.time() + self._idle_timeout_s
+            if self._keeper.keep(self):
+                self.state = State.IDLE
+                return
+        self.abort()
+
+    def _limit(self, exchange: Exchange) -> None:
+        """I9: stop reading; what can't be drained (an endless head or framing) ends the exchange."""
+        if not exchange.status:
+            self.fail(self._head_too_large())
+        elif exchange.pieces:
+            exchange.is_paused = True
+            self._transport.pause_reading()
+        elif exchange.unread_bytes > 2 * self._max_header_bytes:  # twice: the head is counted in
+            self.fail(UpstreamProtocol(f"{self._peer} sends framing without a body"))
+
+    def _head_too_large(self) -> UpstreamProtocol:
+        return UpstreamProtocol(f"the head of {self._peer}'s reply exceeds {self._max_header_bytes} bytes")
+
+    def _failure(self, error: HttpParserError) -> UpstreamError:
+        cause = error.__context__
+        if isinstance(cause, UpstreamError):
+            return cause
+        failure = UpstreamProtocol(f"{self._peer} sent bytes that are not a valid HTTP/1.1 reply: {error}")
+        failure.__cause__ = error
+        return failure
+
+
+def _size_bytes(headers: Headers) -> int:
+    return sum(len(name) + len(value) + len(b": \r\n") for name, value in headers)
+
+
+def _is_framed(status: int, headers: Headers) -> bool:
+    """Whether the body's end is told by the head and not by the end of the connection.
+
+    Source: RFC 9112, section 6.3.
+    """
+    if status in (204, 304):
+        return True
+    for name, value in headers:
+        if name == b"transfer-encoding":
+            return value.lower().endswith(b"chunked")
+        if name == b"content-length":
+            return True
+    return False

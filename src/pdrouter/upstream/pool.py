@@ -1,0 +1,202 @@
+"""The connections to one endpoint: opened on demand, kept between exchanges, retired before the engine does.
+
+It asks connections questions and never looks inside; it knows no HTTP, no ranks and no deadlines but the
+one for connecting. Next: ``connection.py``.
+"""
+
+import asyncio
+from collections import deque
+
+import msgspec
+
+from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed
+from pdrouter.upstream.connection import Connection, Exchange
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where an engine listens; an IPv6 literal stands without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class PoolLimits(msgspec.Struct, frozen=True):
+    """Bounds of one pool and of each of its connections.
+
+    ``read_buffer_bytes``: unread reply bytes above which reading stops. ``max_header_bytes``: largest head of
+    a reply. ``max_connections`` counts those that are connecting, active and idle.
+    """
+
+    connect_timeout_s: float
+    idle_timeout_s: float
+    max_idle: int
+    max_connections: int
+    read_buffer_bytes: int
+    max_header_bytes: int
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    """Connections now (``active`` includes connecting ones) and events since the pool was made.
+
+    ``retired``: kept connections dropped for their age, for want of room, or because the engine ended them.
+    ``repeated``: requests sent again because a kept connection turned out closed. ``exhausted``: requests
+    refused by ``max_connections``.
+    """
+
+    active: int
+    idle: int
+    opened: int
+    reused: int
+    retired: int
+    repeated: int
+    exhausted: int
+
+
+class Pool:
+    """The connections to one endpoint; the most recently used is reused first."""
+
+    def __init__(self, origin: Origin, limits: PoolLimits) -> None:
+        self.origin = origin
+        self.limits = limits
+        self._connections: set[Connection] = set()
+        self._idle: deque[Connection] = deque()  # longest idle at the left
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._opened = 0
+        self._reused = 0
+        self._retired = 0
+        self._repeated = 0
+        self._exhausted = 0
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return f"<Pool {self.origin}: {now.active} active, {now.idle} idle>"
+
+    def statistics(self) -> PoolStatistics:
+        """Take a snapshot."""
+        idle = len(self._idle)
+        return PoolStatistics(
+            active=len(self._connections) - idle,
+            idle=idle,
+            opened=self._opened,
+            reused=self._reused,
+            retired=self._retired,
+            repeated=self._repeated,
+            exhausted=self._exhausted,
+        )
+
+    def start(self, head: bytes, *body: bytes | memoryview) -> Exchange | None:
+        """Send a request at once over a kept connection; ``None`` if there is none."""
+        connection = self._take()
+        if connection is None:
+            return None
+        request = (head, *body)
+        exchange = Exchange(self, connection, request)
+        connection.start(exchange, request)
+        return exchange
+
+    async def send(self, head: bytes, *body: bytes | memoryview) -> Exchange:
+        """Send a request, its head built by the caller up to the blank line; with a kept connection, at once.
+
+        Raises: ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed.
+        """
+        exchange = self.start(head, *body)
+        if exchange is None:
+            connection = await self._open()
+            exchange = Exchange(self, connection, ())
+            connection.start(exchange, (head, *body))
+        return exchange
+
+    async def aclose(self) -> None:
+        """End all connections, and the exchanges on them; later requests fail."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for connection in tuple(self._connections):
+            connection.fail(UpstreamClosed(f"the connections to {self.origin} have been closed"))
+        await asyncio.sleep(0)  # an aborted transport lets go of its socket in the loop's next turn
+
+    # Called by connections and exchanges.
+
+    async def reopen(self) -> Connection:
+        """Open a fresh connection for a request that a kept one has lost."""
+        self._repeated += 1
+        return await self._open()
+
+    def keep(self, connection: Connection) -> bool:
+        """Take a connection whose exchange is over; False if there is no room for it."""
+        if len(self._idle) >= self.limits.max_idle:  # I9
+            self._retired += 1
+            return False
+        self._idle.append(connection)
+        if self._timer is None:
+            self._timer = connection.loop.call_at(connection.expires_at_s, self._on_timer)
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        """Drop a connection that is about to be CLOSED; it still has its last state."""
+        self._connections.discard(connection)
+        if connection.is_idle:
+            self._idle.remove(connection)
+            self._retired += 1
+
+    def _take(self) -> Connection | None:
+        idle = self._idle
+        if not idle:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        if idle[-1].has_expired(now_s):  # the youngest, hence all
+            self._retire(now_s)
+            return None
+        self._reused += 1
+        return idle.pop()
+
+    async def _open(self) -> Connection:
+        limits = self.limits
+        if self._is_closed:
+            raise ConnectFailed(f"the connections to {self.origin} have been closed")
+        if len(self._connections) >= limits.max_connections:  # I9
+            self._exhausted += 1
+            raise PoolExhausted(f"{self.origin} has {limits.max_connections} connections, its limit")
+        connection = Connection(
+            self,
+            str(self.origin),
+            idle_timeout_s=limits.idle_timeout_s,
+            read_buffer_bytes=limits.read_buffer_bytes,
+            max_header_bytes=limits.max_header_bytes,
+        )
+        self._connections.add(connection)
+        try:
+            await self._connect(connection)
+        except BaseException:
+            connection.abort()
+            raise
+        if connection.is_closed:
+            raise UpstreamClosed(f"{self.origin} closed the connection before the request was sent")
+        self._opened += 1
+        return connection
+
+    async def _connect(self, connection: Connection) -> None:
+        origin = self.origin
+        try:
+            async with asyncio.timeout(self.limits.connect_timeout_s):
+                await connection.loop.create_connection(lambda: connection, origin.host, origin.port)
+        except TimeoutError as error:
+            raise ConnectTimeout(f"{origin} took no connection within {self.limits.connect_timeout_s:g} s") from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that can't be encoded
+            raise ConnectFailed(f"{origin} took no connection: {error}") from error
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        self._retire(loop.time())
+        if self._idle:
+            self._timer = loop.call_at(self._idle[0].expires_at_s, self._on_timer)
+
+    def _retire(self, now_s: float) -> None:
+        while self._idle and self._idle[0].has_expired(now_s):
+            self._idle[0].abort()

@@ -1,0 +1,1 @@
+"""Tests of the engines: decisions to bytes, bytes to facts."""

@@ -1,0 +1,1 @@
+"""Properties: statements that hold over any course of events."""

@@ -1,0 +1,455 @@
+"""The intake: what the client asks for, its ids and ranks, and what bad input gets."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrouter.config import Settings
+from pdrouter.core.request import RequestFacts
+from pdrouter.engines.base import Inbound
+from pdrouter.errors import ClientError
+from pdrouter.proxy.intake import Api, Intake, IntakeOptions
+from tests.core.builders import make_router
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION = {"model": "m", "prompt": "Hi"}
+GENERATE = {"text": "Hi"}
+PLAIN: Mapping[Api, Mapping[str, object]] = {Api.CHAT: CHAT, Api.COMPLETIONS: COMPLETION, Api.GENERATE: GENERATE}
+
+
+def make_intake(*, owns_ranks: bool = True) -> Intake:
+    """Return an intake with the default settings."""
+    settings = Settings()
+    options = IntakeOptions(
+        request_id_headers=tuple(name.encode() for name in settings.request_id_headers),
+        prefix_block_bytes=settings.prefix_block_bytes,
+        image_tokens=settings.image_tokens,
+        owns_ranks=owns_ranks,
+    )
+    return Intake(make_router([]), options)
+
+
+def read(
+    api: Api, body: Mapping[str, object] | bytes, headers: Headers = (), *, owns_ranks: bool = True
+) -> tuple[RequestFacts, Inbound]:
+    """Take in a body."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return make_intake(owns_ranks=owns_ranks).read(api, headers, raw, "r")
+
+
+def refuse(api: Api, body: Mapping[str, object] | bytes, headers: Headers = ()) -> tuple[int, str, str | None]:
+    """Return status, code and param of a body that is refused."""
+    with pytest.raises(ClientError) as caught:
+        read(api, body, headers)
+    assert caught.value.message
+    return caught.value.status, caught.value.code, caught.value.param
+
+
+# What is read
+
+
+@pytest.mark.parametrize("api", Api)
+def test_a_plain_request(api: Api) -> None:
+    """Its facts and its bytes; nothing is asked for that the client didn't ask for."""
+    facts, inbound = read(api, PLAIN[api])
+    assert (facts.request_id, facts.model, facts.prompts) == ("r", PLAIN[api].get("model"), 1)
+    assert (facts.prefill_rank, facts.decode_rank) == (None, None)
+    assert (inbound.path, inbound.request_id, inbound.is_stream) == (api, "r", False)
+    assert (inbound.batch, inbound.rid, inbound.wants_prompt_logprobs) == (None, None, False)
+    assert b"{" + bytes(inbound.rest) == json.dumps(PLAIN[api]).encode()
+
+
+@pytest.mark.invariant("I10")
+def test_a_body_without_fields_of_ours_is_not_copied() -> None:
+    """What goes on is a view of what came."""
+    body = json.dumps({**GENERATE, "x": {"rid": 1}}).encode()
+    rest = read(Api.GENERATE, body)[1].rest
+    assert isinstance(rest, memoryview)
+    assert rest.obj is body
+
+
+@pytest.mark.parametrize(("stream", "is_stream"), [(True, True), (False, False), (None, False)])
+def test_streaming(stream: bool | None, is_stream: bool) -> None:
+    """As the client says; null is no."""
+    assert read(Api.CHAT, {**CHAT, "stream": stream})[1].is_stream is is_stream
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "batch"),
+    [
+        (Api.CHAT, {"n": 1}, None),
+        (Api.CHAT, {"n": None}, None),
+        (Api.CHAT, {"n": 3}, 3),
+        (Api.COMPLETIONS, {"prompt": ["a", "b"]}, 2),
+        (Api.COMPLETIONS, {"prompt": ["a"]}, 1),
+        (Api.COMPLETIONS, {"prompt": ["a", "b"], "n": 2}, 4),
+        (Api.COMPLETIONS, {"prompt": [[1, 2], [3]]}, 2),
+        (Api.COMPLETIONS, {"prompt": [1, 2]}, None),
+        (Api.COMPLETIONS, {"prompt": ["a"], "n": 4096}, 4096),
+        (Api.GENERATE, {"n": 2}, None),
+        (Api.GENERATE, {"sampling_params": {"n": 2}}, 2),
+        (Api.GENERATE, {"sampling_params": {"max_new_tokens": 2}}, None),
+        (Api.GENERATE, {"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}]}, 4),
+    ],
+)
+def test_batches(api: Api, fields: dict[str, object], batch: int | None) -> None:
+    """As many samples as SGLang makes: it needs a room for each."""
+    assert read(api, {**PLAIN[api], **fields})[1].batch == batch
+
+
+@pytest.mark.parametrize(
+    ("flag", "wants"),
+    [(True, True), (False, False), (None, False), ([False, True], True), ([False], False), ([], False)],
+)
+def test_prompt_logprobs(flag: object, wants: bool) -> None:
+    """Wanted if any sample wants them; only ``/generate`` has them."""
+    assert read(Api.GENERATE, {**GENERATE, "return_logprob": flag})[1].wants_prompt_logprobs is wants
+    assert not read(Api.CHAT, {**CHAT, "return_logprob": flag})[1].wants_prompt_logprobs
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(
+    ("fields", "prefill_rank", "decode_rank"),
+    [
+        ({"routed_dp_rank": 2}, 2, 2),
+        ({"routed_dp_rank": 2, "disagg_prefill_dp_rank": 1}, 1, 2),
+        ({"data_parallel_rank": 1}, 1, 1),
+        ({"data_parallel_rank": 1, "decode_dp_rank": 2}, 1, 2),
+        ({"data_parallel_rank": 1, "data_parallel_rank_decode": 2}, 1, 2),
+        ({"disagg_prefill_dp_rank": 1}, 1, None),
+        ({"decode_dp_rank": 0}, None, 0),
+        ({"routed_dp_rank": None, "data_parallel_rank": 3}, 3, 3),
+        ({"routed_dp_rank": None}, None, None),
+        ({"routed_dp_rank": -1}, -1, -1),
+    ],
+)
+def test_ranks_in_the_body(fields: dict[str, object], prefill_rank: int | None, decode_rank: int | None) -> None:
+    """In each spelling, the most specific first; a rank that isn't there is left to the core to refuse."""
+    facts, inbound = read(Api.CHAT, {**fields, **CHAT})
+    assert (facts.prefill_rank, facts.decode_rank) == (prefill_rank, decode_rank)
+    assert not any(name.encode() in bytes(inbound.rest) for name in fields)
+    assert json.loads(b"{" + bytes(inbound.rest)) == CHAT
+
+
+def test_a_rank_by_header_beats_the_body() -> None:
+    """For both legs, as in SGLang; the header isn't sent on, the leg's own is."""
+    facts, inbound = read(Api.CHAT, {**CHAT, "routed_dp_rank": 1}, [(b"x-data-parallel-rank", b"3")])
+    assert (facts.prefill_rank, facts.decode_rank) == (3, 3)
+    assert b"parallel" not in inbound.headers
+    assert b"routed_dp_rank" not in bytes(inbound.rest)
+
+
+@pytest.mark.invariant("I10")
+def test_ranks_that_are_not_ours_go_through() -> None:
+    """With ``rank_fields: none`` the router has no say in them, in body and header; the rid stays ours."""
+    body = {**CHAT, "routed_dp_rank": "any", "rid": "mine"}
+    facts, inbound = read(Api.CHAT, body, [(b"x-data-parallel-rank", b"any")], owns_ranks=False)
+    assert (facts.prefill_rank, facts.decode_rank, inbound.rid) == (None, None, "mine")
+    assert inbound.headers.endswith(b"x-data-parallel-rank: any\r\n")
+    assert bytes(inbound.rest).endswith(b'"routed_dp_rank":"any"}')
+
+
+# Ids and headers
+
+
+@pytest.mark.parametrize(
+    ("rid", "kept"),
+    [
+        ("mine", "mine"),
+        (["one", "two"], "one"),
+        ("x" * 256, "x" * 256),
+        ("", None),
+        (None, None),
+        ([], None),
+        ([""], None),
+    ],
+)
+def test_the_clients_rid(rid: object, kept: str | None) -> None:
+    """Of a list the first; whatever it is, it doesn't stay in the body."""
+    inbound = read(Api.GENERATE, {"rid": rid, **GENERATE})[1]
+    assert inbound.rid == kept
+    assert bytes(inbound.rest) == b'"text":"Hi"}'
+
+
+@pytest.mark.parametrize(
+    ("headers", "api", "request_id"),
+    [
+        ([], Api.CHAT, "chatcmpl-abc"),
+        ([], Api.COMPLETIONS, "cmpl-abc"),
+        ([], Api.GENERATE, "gnt-abc"),
+        ([(b"x-request-id", b"one")], Api.CHAT, "one"),
+        ([(b"request-id", b"four"), (b"x-trace-id", b"three"), (b"x-correlation-id", b"two")], Api.CHAT, "two"),
+        ([(b"request-id", b"four"), (b"x-trace-id", b"three")], Api.CHAT, "three"),
+        ([(b"request-id", b"four")], Api.CHAT, "four"),
+        ([(b"x-correlation-id", b"two"), (b"x-request-id", b"one")], Api.CHAT, "one"),
+        ([(b"x-request-id", b""), (b"request-id", b"four")], Api.CHAT, "four"),
+        ([(b"x-request-id", b"x" * 256)], Api.CHAT, "x" * 256),
+        ([(b"x-request-id", b"x" * 257)], Api.CHAT, "chatcmpl-abc"),
+        ([(b"x-request-id", b"x" * 257), (b"request-id", b"four")], Api.CHAT, "four"),
+        ([(b"x-request-id", b"caf\xe9")], Api.CHAT, "caf\xe9"),
+        ([(b"x-other-id", b"no")], Api.CHAT, "chatcmpl-abc"),
+    ],
+)
+def test_request_ids(headers: Headers, api: Api, request_id: str) -> None:
+    """The first header that has one of a usable length, else a new one that tells the path."""
+    assert make_intake().request_id(headers, api, lambda: "abc") == request_id
+
+
+def test_headers_sent_on() -> None:
+    """What engines and traces need, in order; not cookies, not what belongs to the client's connection."""
+    headers = [
+        (b"host", b"router"),
+        (b"authorization", b"Bearer x"),
+        (b"cookie", b"a=b"),
+        (b"connection", b"keep-alive, x-secret"),
+        (b"transfer-encoding", b"chunked"),
+        (b"content-type", b"text/plain"),
+        (b"content-length", b"5"),
+        (b"x-prefiller-host-port", b"evil:1"),
+        (b"x-override-bootstrap-room", b"1"),
+        (b"x-request-id", b"theirs"),
+        (b"traceparent", b"00-1"),
+        (b"accept", b"*/*"),
+    ]
+    assert read(Api.CHAT, CHAT, headers)[1].headers == (
+        b"content-type: application/json\r\nx-request-id: r\r\n"
+        b"authorization: Bearer x\r\ntraceparent: 00-1\r\naccept: */*\r\n"
+    )
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b"{",
+        b'{"model":"m"',
+        b'{"model":}',
+        b"{'model':1}",
+        b'{"model":NaN,"x":NaN}',
+        b'{"a":1}{"b":2}',
+        b'{"a":1} x',
+        b"\xef\xbb\xbf{}",
+        b'{"model":"\xff"}',
+        b'{"model":"\\ud800"}',
+        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"x":' * 100_000 + b"1" + b"}" * 100_000,
+        json.dumps(CHAT).encode("utf-16"),
+    ],
+)
+def test_what_is_not_json(api: Api, body: bytes) -> None:
+    """Cut short, in another encoding, too deep: told apart from a wrong request."""
+    assert refuse(api, body) == (400, "invalid_json", None)
+
+
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"1", b"true", b"[{}]", b"[" * 100_000])
+def test_what_is_not_an_object(api: Api, body: bytes) -> None:
+    """JSON, but no request."""
+    assert refuse(api, body) == (400, "invalid_request", None)
+
+
+DEEP = b"[" * 3000 + b"]" * 3000
+NO_PROMPTS: Sequence[object] = (None, [], 5, {}, True, [None], [1.5], [-1], [{}], [True], [[]], [[[1]]])
+MIXED_PROMPTS: Sequence[object] = (["a", 1], [1, "a"], [1, [2]], [[1], 2], [[1], "a"], ["a", [1]], [[1, "a"]])
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "param"),
+    [
+        *((api, {"model": 5}, "model") for api in Api),
+        *((api, {"stream": "yes"}, "stream") for api in Api),
+        *((api, {"n": "2"}, "n") for api in Api),
+        *((api, {"n": 1.5}, "n") for api in Api),
+        *((api, {"n": True}, "n") for api in Api),
+        *((api, {"n": 2**70}, "n") for api in Api if api is not Api.GENERATE),
+        *((api, {"rid": 5}, "rid") for api in Api),
+        *((api, {"rid": [5]}, "rid") for api in Api),
+        *((api, {"rid": "x" * 257}, "rid") for api in Api),
+        *((api, {"routed_dp_rank": "1"}, "routed_dp_rank") for api in Api),
+        *((api, {"routed_dp_rank": 1.5}, "routed_dp_rank") for api in Api),
+        *((api, {"data_parallel_rank": True}, "data_parallel_rank") for api in Api),
+        *((api, {"decode_dp_rank": [1]}, "decode_dp_rank") for api in Api),
+        *((api, {"disagg_prefill_dp_rank": {}}, "disagg_prefill_dp_rank") for api in Api),
+        (Api.CHAT, {"n": 0}, "n"),
+        (Api.CHAT, {"n": -1}, "n"),
+        (Api.CHAT, {"n": 4097}, "n"),
+        (Api.COMPLETIONS, {"n": 0}, "n"),
+        (Api.COMPLETIONS, {"prompt": ["a"] * 3, "n": 2000}, "n"),
+        (Api.COMPLETIONS, {"prompt": ["a"] * 4097}, "n"),
+        (Api.GENERATE, {"sampling_params": {"n": 0}}, "n"),
+        (Api.GENERATE, {"sampling_params": {"n": 5000}}, "n"),
+        (Api.GENERATE, {"sampling_params": {"n": "2"}}, "sampling_params"),
+        (Api.GENERATE, {"sampling_params": 5}, "sampling_params"),
+        (Api.GENERATE, {"sampling_params": [5]}, "sampling_params"),
+        (Api.GENERATE, {"return_logprob": "yes"}, "return_logprob"),
+        (Api.CHAT, {"messages": None}, "messages"),
+        (Api.CHAT, {"messages": []}, "messages"),
+        (Api.CHAT, {"messages": "Hi"}, "messages"),
+        (Api.CHAT, {"messages": {"role": "user"}}, "messages"),
+        (Api.CHAT, {"messages": ["Hi"]}, "messages"),
+        (Api.CHAT, {"messages": [{"content": ["Hi"]}]}, "messages"),
+        (Api.CHAT, {"messages": [{"content": [1]}]}, "messages"),
+        *((Api.COMPLETIONS, {"prompt": prompt}, "prompt") for prompt in (*NO_PROMPTS, *MIXED_PROMPTS)),
+        (Api.GENERATE, {"text": None}, "text"),
+        (Api.GENERATE, {"text": []}, "text"),
+        (Api.GENERATE, {"input_ids": [1]}, "text"),
+        (Api.GENERATE, {"text": None, "input_ids": []}, "input_ids"),
+        (Api.GENERATE, {"text": None, "input_ids": [1e3]}, "input_ids"),
+        (Api.GENERATE, {"text": None, "input_embeds": []}, "input_embeds"),
+        (Api.GENERATE, {"text": None, "input_embeds": 5}, "input_embeds"),
+        (Api.GENERATE, {"text": None, "input_embeds": [1.5]}, "input_embeds"),
+        (Api.GENERATE, {"text": None, "input_embeds": [[[1.5]], 5]}, "input_embeds"),
+    ],
+)
+def test_wrong_fields(api: Api, fields: dict[str, object], param: str) -> None:
+    """A wrong type, an empty or a mixed list, a number out of range: 400, with the field's name."""
+    assert refuse(api, {**PLAIN[api], **fields}) == (400, "invalid_request", param)
+
+
+@pytest.mark.parametrize(
+    ("api", "param"), [(Api.CHAT, "messages"), (Api.COMPLETIONS, "prompt"), (Api.GENERATE, "text")]
+)
+def test_a_prompt_is_needed(api: Api, param: str) -> None:
+    """An empty object, or the body of another path."""
+    assert refuse(api, b"{}") == (400, "invalid_request", param)
+    assert refuse(api, {"model": "m", "query": "x"}) == (400, "invalid_request", param)
+
+
+@pytest.mark.parametrize("value", [b"", b"-1", b"x", b"1.5", b" 1", b"1" * 10, b"9" * 5000, "\u0661".encode()])
+def test_a_rank_header_that_is_none(value: bytes) -> None:
+    """Refused by name, whatever its length."""
+    headers = [(b"x-data-parallel-rank", value)]
+    assert refuse(Api.CHAT, CHAT, headers) == (400, "invalid_request", "x-data-parallel-rank")
+
+
+@pytest.mark.parametrize(
+    "name", ["rid", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "decode_dp_rank"]
+)
+@pytest.mark.parametrize("value", [b"null", b"1"])
+def test_a_field_of_ours_twice(name: str, value: bytes) -> None:
+    """Also in an escaped spelling; nested ones are the client's business."""
+    if name == "rid":
+        value = value.replace(b"1", b'"a"')
+    escaped = "".join(f"\\u{ord(c):04X}" for c in name).encode()
+    for again in (name.encode(), escaped):
+        body = b'{"text":"Hi","%s":%s,"%s":%s}' % (name.encode(), value, again, value)
+        assert refuse(Api.GENERATE, body) == (400, "duplicate_field", name)
+    nested = b'{"text":"Hi","%s":%s,"x":{"%s":1,"%s":2}}' % (name.encode(), value, name.encode(), escaped)
+    assert bytes(read(Api.GENERATE, nested)[1].rest).endswith(b'"x":{"%s":1,"%s":2}}' % (name.encode(), escaped))
+
+
+def test_deep_values_are_nobodys_crash() -> None:
+    """In a field that is read, sent on raw, or owned: a refusal or a pass, never more."""
+    for name in (
+        b"model",
+        b"messages",
+        b"prompt",
+        b"text",
+        b"tools",
+        b"sampling_params",
+        b"rid",
+        b"routed_dp_rank",
+        b"x",
+    ):
+        for api in Api:
+            with suppress(ClientError):
+                read(api, b'{"text":"a","prompt":"a","messages":[{}],"%s":%s}' % (name, DEEP))
+    with suppress(ClientError):
+        read(Api.CHAT, b'{"messages":[{"content":%s}]}' % DEEP)
+
+
+@pytest.mark.invariant("I10")
+@pytest.mark.parametrize("text", [b'"\xff\xfe"', b'"\xc3"', b'"\xed\xa0\x80"'])
+def test_text_is_the_engines_to_judge(text: bytes) -> None:
+    """Bytes of a prompt that aren't UTF-8 go through: the engine says what is wrong with them."""
+    body = b'{"messages":[{"role":"user","content":%s}]}' % text
+    assert b"{" + bytes(read(Api.CHAT, body)[1].rest) == body
+
+
+# Anything
+
+
+SEEDS = [
+    *(json.dumps(body).encode() for body in PLAIN.values()),
+    json.dumps({**CHAT, "tools": [{"a": 1}], "n": 2, "rid": ["a"], "routed_dp_rank": 1}).encode(),
+    json.dumps({"messages": [{"content": [{"text": "a\u4f60"}, {"image_url": 1}], "tool_calls": [{}]}]}).encode(),
+    json.dumps({"prompt": [[1, 2], [3]], "n": 2, "bootstrap_room": [1], "stream": True}).encode(),
+    json.dumps({"input_ids": [1, 2], "sampling_params": [{"n": 2}], "return_logprob": [True]}).encode(),
+    json.dumps({"input_embeds": [[[0.5]]], "data_parallel_rank": None, "rid": "a"}).encode(),
+]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """Return a valid body with a few bytes replaced, dropped, doubled, or put in from elsewhere."""
+    body = draw(st.sampled_from(SEEDS))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(body)))
+        end = min(len(body), start + draw(st.integers(0, 6)))
+        part = draw(
+            st.one_of(
+                st.sampled_from(
+                    [b'"', b"[", b"]", b"{", b"}", b",", b":", b"\\", b"null", b"-1", b"\\ud800", b"1e999"]
+                ),
+                st.binary(max_size=3),
+                st.just(body[start:end] * 2),
+            )
+        )
+        body = body[:start] + part + body[end:]
+    return body
+
+
+@given(st.sampled_from(Api), st.one_of(mutated(), st.binary(max_size=40)))
+def test_whatever_comes_is_read_or_refused(api: Api, body: bytes) -> None:
+    """Any bytes: a request, or a failure that is the client's; what is read goes on as JSON."""
+    try:
+        facts, inbound = read(api, body)
+    except ClientError:
+        return
+    assert facts.prompt_tokens >= 1
+    assert facts.prompts == (inbound.batch or 1)
+    assert bytes(inbound.rest).rstrip().endswith(b"}")
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5)
+    ),
+    lambda values: st.one_of(st.lists(values, max_size=3), st.dictionaries(st.text(max_size=5), values, max_size=3)),
+    max_leaves=5,
+)
+NAMES = [
+    *(
+        "model",
+        "stream",
+        "n",
+        "rid",
+        "bootstrap_host",
+        "bootstrap_room",
+        "routed_dp_rank",
+        "messages",
+        "tools",
+        "prompt",
+    ),
+    *("text", "input_ids", "input_embeds", "sampling_params", "return_logprob", "decode_dp_rank"),
+]
+
+
+@given(st.sampled_from(Api), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), st.booleans())
+def test_whatever_stands_in_a_field_is_read_or_refused(api: Api, body: dict[str, object], is_valid: bool) -> None:
+    """Any JSON in the fields that are read."""
+    with suppress(ClientError):
+        read(api, {**PLAIN[api], **body} if is_valid else body)

@@ -1,0 +1,252 @@
+"""``pdrouter serve`` as a process, and ``running`` in one's own loop: start, drain, stop, and starts that can't be."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdrouter.server import running
+from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
+from tests.lab import CHAT, Reply, chat, get, make_settings, post, start, until
+
+LINE = "pdrouter listens on "
+
+
+class Process:
+    """A router of its own process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.url = ""
+
+    async def listening(self) -> str:
+        """Read the line that tells the address."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(10):
+            line = (await self.process.stdout.readline()).decode().strip()
+        assert line.startswith(LINE), line
+        self.url = line.removeprefix(LINE)
+        return self.url
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    async def ended(self) -> tuple[int, str, str]:
+        """Wait for the end; return status, output and errors."""
+        async with asyncio.timeout(10):
+            out, err = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, out.decode(), err.decode()
+
+
+@contextlib.asynccontextmanager
+async def serve(*words: str, env: dict[str, str] | None = None) -> AsyncIterator[Process]:
+    """Start ``pdrouter serve``; it is gone when the block is left."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PDROUTER_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "pdrouter",
+        "serve",
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=clean | (env or {}),
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def ready(url: str) -> None:
+    """Wait until a router is ready."""
+    async with asyncio.timeout(8):
+        while (await get(url, "/readiness")).status != 200:  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(0.02)
+
+
+async def closed(url: str) -> None:
+    """Wait until a router takes no connection any more."""
+    async with asyncio.timeout(8):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                await get(url, "/liveness")
+
+
+QUICK = ("--port", "0", "--worker-startup-check-interval", "0.05", "--log-level", "warning")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_serve_until_a_signal(number: signal.Signals) -> None:
+    """Port 0 is chosen and told on one line; requests are served; a stop signal ends it with status 0."""
+    async with (
+        start_emulator(EmulatorSettings(speed=100.0)) as worker,
+        serve(*QUICK, "--worker", worker.url) as router,
+    ):
+        url = await router.listening()
+        assert not url.endswith(":0")
+        await ready(url)
+        assert (await post(url, CHAT, chat("x"))).status == 200
+        router.signal(number)
+        assert await router.ended() == (0, "", "")
+
+
+async def test_a_stop_signal_drains() -> None:
+    """After SIGTERM, and a second one, a running stream is finished whole, while nobody new is let in."""
+    async with (
+        start_emulator(EmulatorSettings(speed=4.0)) as worker,
+        serve(*QUICK, "--worker", worker.url) as router,
+    ):
+        url = await router.listening()
+        await ready(url)
+        async with await start(url, CHAT, chat("drain", 300, stream=True)) as call:
+            await call.head()
+            router.signal(signal.SIGTERM)
+            await closed(url)
+            router.signal(signal.SIGTERM)
+            reply = await call.finish()
+        text = "".join(e["choices"][0]["delta"].get("content") or "" for e in reply.events)
+        assert text == expected_text(render_chat([{"role": "user", "content": "drain"}]), 300)
+        status, _, errors = await router.ended()
+        assert (status, errors) == (0, "")
+
+
+async def test_the_grace_period_ends() -> None:
+    """A stream that outlasts the grace period is cut; the engine is free, and the status is 0."""
+    async with (
+        start_emulator(EmulatorSettings(speed=2.0)) as worker,
+        serve(*QUICK, "--shutdown-grace-period-secs", "0.5", "--worker", worker.url) as router,
+    ):
+        url = await router.listening()
+        await ready(url)
+        async with await start(url, CHAT, chat("x", 100_000, stream=True)) as call:
+            await call.head()
+            router.signal(signal.SIGTERM)
+            assert not (await call.finish()).is_whole
+        assert (await router.ended())[0] == 0
+        await until(lambda: worker.snapshot().is_idle, 2.0)
+
+
+async def test_two_interrupts_end_at_once() -> None:
+    """A second Ctrl-C doesn't wait for the streams."""
+    async with (
+        start_emulator(EmulatorSettings(speed=2.0)) as worker,
+        serve(*QUICK, "--worker", worker.url) as router,
+    ):
+        url = await router.listening()
+        await ready(url)
+        async with await start(url, CHAT, chat("x", 100_000, stream=True)) as call:
+            await call.head()
+            router.signal(signal.SIGINT)
+            await asyncio.sleep(0.3)  # two signals at once would be one
+            router.signal(signal.SIGINT)
+            status, _, errors = await router.ended()
+        assert "Traceback" not in errors
+        assert status == 0
+
+
+async def test_a_port_in_use() -> None:
+    """A port that is taken stops the start with one clear line and status 1."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        async with serve("--port", port) as router:
+            status, out, errors = await router.ended()
+    assert (status, out) == (1, "")
+    assert errors == f"pdrouter: can't listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
+async def test_an_address_that_isnt_ours(host: str) -> None:
+    """An address that can't be listened on stops the start with one clear line and status 1."""
+    async with serve("--port", "0", "--host", host) as router:
+        status, out, errors = await router.ended()
+    assert (status, out) == (1, "")
+    assert errors.startswith(f"pdrouter: can't listen on {host}:0: ")
+    assert len(errors.splitlines()) == 1
+    assert "None" not in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--port", "99999"), ["--port"]),
+        (("--policy", "best"), ["--policy"]),
+        (("--prefill", "not a url"), ["--prefill"]),
+        (("--port", "x", "--seed", "-1"), ["--port", "--seed"]),
+        (("--no-such-flag",), ["--no-such-flag"]),
+    ],
+)
+async def test_settings_that_cant_be(words: tuple[str, ...], named: list[str]) -> None:
+    """A setting that is wrong stops the start with one line for each, and status 2."""
+    async with serve(*words) as router:
+        status, out, errors = await router.ended()
+    assert (status, out) == (2, "")
+    assert len(errors.splitlines()) == len(named)
+    for name, line in zip(named, errors.splitlines(), strict=True):
+        assert name in line
+
+
+async def test_a_config_file(tmp_path: Path) -> None:
+    """The same settings come from a YAML file; an unknown key stops the start."""
+    file = tmp_path / "router.yaml"
+    async with start_emulator(EmulatorSettings(speed=100.0)) as worker:
+        file.write_text(f"port: 0\nlog_level: warning\nworker:\n  - url: {worker.url}\n")
+        async with serve("--config", str(file)) as router:
+            url = await router.listening()
+            await ready(url)
+            reply: Reply = await post(url, CHAT, chat("x"))
+            assert reply.status == 200
+            router.signal(signal.SIGTERM)
+            assert (await router.ended())[0] == 0
+    file.write_text("port: 0\nno_such: 1\n")
+    async with serve("--config", str(file)) as router:
+        status, _, errors = await router.ended()
+    assert status == 2
+    assert "no_such" in errors
+
+
+async def test_start_without_engines() -> None:
+    """Without any engine a router starts, lives and isn't ready."""
+    async with running(make_settings({})) as router:
+        assert (await get(router.url, "/liveness")).status == 200
+        assert (await get(router.url, "/readiness")).status == 503
+
+
+async def test_two_routers_in_one_loop() -> None:
+    """Two routers over one engine share nothing but the engine."""
+    async with start_emulator(EmulatorSettings(speed=100.0)) as worker:
+        settings = make_settings({"worker": [worker.url]})
+        async with running(settings) as first, running(settings) as second:
+            for router in (first, second):
+                await ready(router.url)
+                assert (await post(router.url, CHAT, chat("x"))).status == 200
+            assert (first.service.router.decided, second.service.router.decided) == (1, 1)
+
+
+async def test_ipv6() -> None:
+    """Router and engines listen on IPv6 as well, the handshake included."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    common = {"host": "::1", "speed": 100.0}
+    async with (
+        start_emulator(EmulatorSettings(role="prefill", **common)) as prefill,  # type: ignore[arg-type]
+        start_emulator(EmulatorSettings(role="decode", **common)) as decode,  # type: ignore[arg-type]
+        running(make_settings({"host": "::1", "prefill": [prefill.url], "decode": [decode.url]})) as router,
+    ):
+        assert router.url.startswith("http://[::1]:")
+        await ready(router.url)
+        assert (await post(router.url, CHAT, chat("x"))).status == 200

@@ -1,0 +1,1 @@
+"""The exact bytes that engines get, one readable fixture a case."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pdrouter import server
+from pdrouter.config import Settings
 from pdrouter.server import running
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
 from tests.lab import CHAT, Reply, chat, get, make_settings, post, start, until
@@ -250,3 +252,21 @@ async def test_ipv6() -> None:
         assert router.url.startswith("http://[::1]:")
         await ready(router.url)
         assert (await post(router.url, CHAT, chat("x"))).status == 200
+
+
+def test_a_signal_during_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop signal that comes before the server listens isn't lost: it ends with status 0."""
+    listen = server._listen
+
+    def signalled(settings: Settings) -> socket.socket:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return listen(settings)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(server, "_listen", signalled)
+    monkeypatch.setattr(server, "set_up_logs", lambda *_: None)
+    try:
+        assert server.serve(make_settings({})) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -128,9 +128,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Text per token until a model's usage is known.", unit="bytes", low=0.1, high=100)] = 4.0
     image_tokens: Annotated[int, setting("Tokens",
         "Prompt tokens that an image counts for.", unit="tokens", low=0, high=1_000_000)] = 1024
-    default_output_tokens: Annotated[int, setting("Tokens",
-        "Answer length expected of a request that doesn't limit it.",
-        unit="tokens", low=1, high=10_000_000)] = 256
 
     prefix_block_bytes: Annotated[int, setting("Prefix",
         "Prompts are compared in blocks of this size.", unit="bytes", low=16, high=1_048_576)] = 1024

@@ -33,6 +33,7 @@ from pdrouter.proxy.abort import Aborter
 from pdrouter.proxy.app import App
 from pdrouter.proxy.connection import Connection
 from pdrouter.proxy.dispatch import Dispatcher, DispatchOptions
+from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.intake import Intake, IntakeOptions
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from pdrouter.telemetry.metrics import Metrics
@@ -58,6 +59,7 @@ class Service:
         self.router = Router(_router_options(settings))
         self.engines: Mapping[str, Engine] = {"sglang": Sglang(RankFields(settings.rank_fields))}
         self.metrics = Metrics(self.router)
+        self.ids = Ids(random.Random())  # noqa: S311
         self.pools = Pools(_pool_limits(settings))
         self.probe_pools = Pools(_pool_limits(settings))
         self.aborter = Aborter(self.pools, settings.abort_retry_delay_secs)
@@ -67,6 +69,7 @@ class Service:
             Intake(self.router, _intake_options(settings)),
             self._dispatcher(),
             self.metrics,
+            self.ids,
             time.monotonic,
             settings.max_payload_size,
         )
@@ -81,7 +84,7 @@ class Service:
         )
         log = DecisionLog(settings.log_level)
         return Dispatcher(
-            self.router, self.engines, self.pools, self.aborter, self.metrics, log, time.monotonic, options
+            self.router, self.engines, self.pools, self.aborter, self.metrics, log, self.ids, time.monotonic, options
         )
 
     def _add_counters(self) -> None:
@@ -109,6 +112,10 @@ class Service:
         await self.probe_pools.aclose()
 
 
+class CannotListen(Exception):
+    """The address is taken, or isn't ours."""
+
+
 class Running(msgspec.Struct, frozen=True):
     """A router that listens; ``serving`` ends when it has stopped."""
 
@@ -121,7 +128,7 @@ class Running(msgspec.Struct, frozen=True):
 async def running(settings: Settings) -> AsyncIterator[Running]:
     """Run a router in this event loop: it listens when the context is entered, and is gone when it is left.
 
-    Raises: OSError if it can't listen.
+    Raises: CannotListen.
     """
     service = Service(settings)
     sock = _listen(settings)
@@ -141,26 +148,26 @@ async def running(settings: Settings) -> AsyncIterator[Running]:
 def serve(settings: Settings) -> int:
     """Run a router until a stop signal; return the exit status."""
     set_up_logs(settings.log_level, settings.log_format)
+    early: list[int] = []
+    # Signals come here until the server takes them, and once more when it has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _ignore)  # the server raises it once more after it has drained
+        signal.signal(number, lambda number, _: early.append(number))
     try:
-        uvloop.run(_serve(settings))
-    except OSError as error:
-        print(f"pdrouter: can't listen on {settings.host}:{settings.port}: {error.strerror}", file=sys.stderr)  # noqa: T201
+        uvloop.run(_serve(settings, early))
+    except CannotListen as error:
+        print(f"pdrouter: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, early: list[int]) -> None:
     async with running(settings) as router:
+        if early:
+            return
         gc.freeze()  # what lives as long as the process needn't be looked at again
         gc.set_threshold(_GC_ALLOCATIONS)
         print(f"pdrouter listens on {router.url}", flush=True)  # noqa: T201
         await router.serving
-
-
-def _ignore(signum: int, frame: object) -> None:
-    """Do nothing."""
 
 
 class _Server(uvicorn.Server):
@@ -198,9 +205,9 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         sock.bind((settings.host, settings.port))
         sock.listen(_BACKLOG)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        raise CannotListen(f"can't listen on {settings.host}:{settings.port}: {error.strerror}") from error
     sock.setblocking(False)
     return sock
 

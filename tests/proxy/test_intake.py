@@ -200,7 +200,7 @@ def test_the_clients_rid(rid: object, kept: str | None) -> None:
 )
 def test_request_ids(headers: Headers, api: Api, request_id: str) -> None:
     """The first header that has one of a usable length, else a new one that tells the path."""
-    assert make_intake().request_id(headers, api, lambda: "abc") == request_id
+    assert make_intake().request_id(dict(headers), api, lambda: "abc") == request_id
 
 
 def test_headers_sent_on() -> None:

@@ -147,23 +147,49 @@ async def test_replies_that_are_no_replies() -> None:
             await until(lambda: lab.is_ledger_zero and lab.is_quiet, 1.0)
 
 
-async def test_a_kept_connection_that_turns_out_closed() -> None:
-    """A request that meets a connection just closed by its engine is sent again, unseen by the client."""
+async def slam(asked: Asked) -> bytes | None:
+    """Close the connection without a byte."""
+    raise asyncio.IncompleteReadError(b"", None)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_kept_connection_that_turns_out_closed(side: str) -> None:
+    """A request that meets a connection just closed by its engine is sent again once, unseen by the client."""
     async with (
         ScriptedEngine("prefill", {CHAT: always(200, {})}).listen() as prefill,
         ScriptedEngine("decode", {CHAT: always(200, {})}).listen() as decode,
         route_to([prefill], [decode]) as lab,
     ):
-        assert (await lab.post(CHAT, chat("x"))).status == 200
+        engine = prefill if side == "prefill" else decode
+        slams, is_served = 0, asyncio.Event()
 
-        async def slam(asked: Asked) -> bytes | None:
-            decode.scripts[CHAT] = always(200, {"second": True})
-            raise asyncio.IncompleteReadError(b"", None)
+        async def slam_times(asked: Asked) -> bytes | None:
+            nonlocal slams
+            slams -= 1
+            if slams >= 0:
+                return await slam(asked)
+            is_served.set()
+            return http(200, {})
 
-        decode.scripts[CHAT] = slam
-        assert (await lab.post(CHAT, chat("x"))).json() == {"second": True}
-        assert lab.router.service.pools.counters()["repeated"] == 1
-        await until(lambda: lab.is_ledger_zero and lab.is_quiet, 1.0)
+        async def once_served(asked: Asked) -> bytes:
+            await is_served.wait()
+            return http(200, {})
+
+        decode.scripts[CHAT] = once_served
+        engine.scripts[CHAT] = slam_times
+        for fails, status in ((0, 200), (1, 200), (2, 502)):
+            slams = fails
+            is_served.clear()
+            assert (await lab.post(CHAT, chat("x"))).status == status
+            await until(lambda: lab.is_ledger_zero and lab.is_quiet, 1.0)
+        assert lab.router.service.pools.counters()["repeated"] == 2
+        assert len(engine.asked_for(CHAT)) == 5
+
+
+async def test_a_status_without_a_name() -> None:
+    """A status that HTTP has no phrase for passes."""
+    async with scripted(always(299, {})) as lab:
+        assert (await lab.post(CHAT, chat("x"))).status == 299
 
 
 @pytest.mark.invariant("I9")

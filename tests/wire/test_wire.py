@@ -60,7 +60,7 @@ def _plan(fixture: Fixture) -> tuple[Plan, Sglang]:
         owns_ranks=rank_fields is not RankFields.NONE,
     )
     intake = Intake(make_router([]), options)
-    request_id = intake.request_id(fixture.headers, fixture.api, lambda: "A" * 24)
+    request_id = intake.request_id(dict(fixture.headers), fixture.api, lambda: "A" * 24)
     facts, inbound = intake.read(fixture.api, fixture.headers, fixture.body, request_id)
     _check_unread(fixture, inbound)
     endpoint = {"version": fixture.settings["version"], "bootstrap_port": fixture.number("bootstrap_port")}

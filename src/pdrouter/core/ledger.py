@@ -100,7 +100,7 @@ class Account:
         self._visible_delay_s = visible_delay_s
         self._history_s = history_s
         self._history_events = history_events
-        self._history: deque[tuple[float, Reservation, int, int]] = deque()
+        self._history: deque[tuple[float, Reservation | None, int, int]] = deque()
         self._folded_held = 0
         self._folded_requests = 0
         self._live: dict[Reservation, None] = {}
@@ -117,7 +117,7 @@ class Account:
         self.tokens += tokens
         self.held_tokens += held_tokens
         self.requests += 1
-        self._remember(now_s + self._visible_delay_s, leg, held_tokens, 1)
+        self._remember(now_s + self._visible_delay_s, None, held_tokens, 1)
         return leg
 
     def grow(self, leg: Reservation, tokens: int, now_s: float) -> None:
@@ -142,7 +142,7 @@ class Account:
         if leg.visible_in and leg.visible_in == self.report_serial:
             self.visible_tokens -= leg.visible_tokens
             self.visible_requests -= 1
-        self._remember(max(now_s, leg.reserved_at_s + self._visible_delay_s), leg, -leg.held_tokens, -1)
+        self._remember(max(now_s, leg.reserved_at_s + self._visible_delay_s), None, -leg.held_tokens, -1)
         return True
 
     def visible_at(self, t_s: float) -> tuple[int, int]:
@@ -166,10 +166,9 @@ class Account:
             leg.visible_tokens = leg.tokens
             self.visible_tokens += leg.tokens
             self.visible_requests += 1
-        for at_s, leg, held_change, requests_change in self._history:
-            has_grown_since = at_s > t_s and not requests_change
-            if has_grown_since and leg.visible_in == self.report_serial:
-                leg.visible_tokens -= held_change
+        for at_s, grown, held_change, _ in self._history:
+            if grown is not None and at_s > t_s and grown.visible_in == self.report_serial:
+                grown.visible_tokens -= held_change
                 self.visible_tokens -= held_change
         self.forget(t_s)
 
@@ -197,9 +196,9 @@ class Account:
         if self.visible_at(float("inf")) != (held, self.requests):
             raise InvariantViolation(f"history of {self.key} doesn't add up to its load")
 
-    def _remember(self, at_s: float, leg: Reservation, held_change: int, requests_change: int) -> None:
+    def _remember(self, at_s: float, grown: Reservation | None, held_change: int, requests_change: int) -> None:
         history = self._history
-        history.append((at_s, leg, held_change, requests_change))
+        history.append((at_s, grown, held_change, requests_change))
         if history[0][0] < at_s - self._history_s:
             self._fold_older(at_s - self._history_s)
         if len(history) > self._history_events:  # I9

@@ -6,6 +6,9 @@ The rate is a running mean weighted by tokens, so that long prompts, which matte
 _MEMORY_TOKENS = 200_000.0
 """Tokens over which the mean runs; chosen so that a change of language shows within some tens of prompts."""
 
+_PRIOR_TOKENS = 64.0
+"""What the setting weighs beside what is seen, so that one short prompt doesn't make the rate; chosen."""
+
 _RATE_BOUNDS = (0.25, 64.0)
 """Bytes per token that a usage report may claim; anything beyond is a lie or another unit."""
 
@@ -14,14 +17,14 @@ class TokenEstimator:
     """Bytes per token and tokens per streamed event, by model; at most ``max_models`` are kept (I9)."""
 
     def __init__(self, bytes_per_token: float, max_models: int) -> None:
-        self._initial = bytes_per_token
+        self._prior = (bytes_per_token * _PRIOR_TOKENS, _PRIOR_TOKENS)
         self._max_models = max_models
         self._seen: dict[str | None, tuple[float, float]] = {}
         self._event_tokens: dict[str | None, float] = {}
 
     def bytes_per_token(self, model: str | None) -> float:
         """Return the rate for a model."""
-        prompt_bytes, tokens = self._seen.get(model, (self._initial, 1.0))
+        prompt_bytes, tokens = self._seen.get(model, self._prior)
         return prompt_bytes / tokens
 
     def estimate(self, model: str | None, prompt_bytes: int) -> int:
@@ -34,7 +37,7 @@ class TokenEstimator:
             return
         if model not in self._seen and len(self._seen) >= self._max_models:
             return
-        known_bytes, known_tokens = self._seen.get(model, (0.0, 0.0))
+        known_bytes, known_tokens = self._seen.get(model, self._prior)
         keep = max(0.0, 1.0 - prompt_tokens / _MEMORY_TOKENS)
         self._seen[model] = (known_bytes * keep + prompt_bytes, known_tokens * keep + prompt_tokens)
 

@@ -1,8 +1,6 @@
 """The ASGI entry: routes, limits of the body, and the edge where errors become replies."""
 
 from collections.abc import Callable, Mapping
-from os import urandom
-from string import ascii_letters, digits
 
 import structlog
 
@@ -11,12 +9,10 @@ from pdrouter.errors import ClientGone, InvariantViolation, MethodNotAllowed, No
 from pdrouter.proxy import workers
 from pdrouter.proxy.client import Client, Receive, Scope, Send
 from pdrouter.proxy.dispatch import Dispatcher
+from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.intake import Api, Intake
 from pdrouter.proxy.replies import JSON_HEADERS, error_body, error_headers
 from pdrouter.telemetry.metrics import CONTENT_TYPE, Metrics
-
-_ID_LETTERS = 24
-_LETTER_OF_BYTE = ((ascii_letters + digits) * 5)[:256].encode()
 
 Page = Callable[[], tuple[int, bytes, bytes]]
 """A read-only page: status, content type, body."""
@@ -31,6 +27,7 @@ class App:
         intake: Intake,
         dispatcher: Dispatcher,
         metrics: Metrics,
+        ids: Ids,
         clock: Callable[[], float],
         max_payload_bytes: int,
     ) -> None:
@@ -38,6 +35,7 @@ class App:
         self._intake = intake
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._ids = ids
         self._clock = clock
         self._max_payload_bytes = max_payload_bytes
         self._log = structlog.stdlib.get_logger("pdrouter.app")
@@ -65,10 +63,11 @@ class App:
     async def _serve_api(self, api: Api, scope: Scope, receive: Receive, client: Client) -> None:
         began_s = self._clock()
         self._metrics.began()
-        request_id = self._intake.request_id(scope["headers"], api, _letters)
+        headers = dict(scope["headers"])
+        request_id = self._intake.request_id(headers, api, self._ids.letters)
         try:
             _check_method(scope, "POST")
-            body = await _read_body(scope, receive, self._max_payload_bytes)
+            body = await _read_body(headers, receive, self._max_payload_bytes)
             facts, inbound = self._intake.read(api, scope["headers"], body, request_id)
             await self._dispatcher.run(facts, inbound, client)
         except RouterError as error:
@@ -102,12 +101,12 @@ class App:
         client.reply(error.status, headers, error_body(error))
 
 
-async def _read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+async def _read_body(headers: Mapping[bytes, bytes], receive: Receive, limit_bytes: int) -> bytes:
     """Read a request's body.
 
     Raises: PayloadTooLarge as soon as that is known; ClientGone.
     """
-    declared = dict(scope["headers"]).get(b"content-length", b"")
+    declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise PayloadTooLarge(f"the body of {int(declared)} bytes exceeds {limit_bytes} (max_payload_size)")
     pieces: list[bytes] = []
@@ -132,8 +131,3 @@ def _check_method(scope: Scope, *allowed: str) -> None:
 
 def _json_page(status: int, body: bytes) -> tuple[int, bytes, bytes]:
     return status, JSON_HEADERS[0][1], body
-
-
-def _letters() -> str:
-    """Return 24 letters and digits for a request id."""
-    return urandom(_ID_LETTERS).translate(_LETTER_OF_BYTE).decode()

@@ -51,16 +51,19 @@ class Client:
         self.is_started = cycle.response_started = True
         cycle.waiting_for_100_continue = False
         self.status = status
-        is_sized = status in (204, 304) or any(name == b"content-length" for name, _ in headers)
-        lines = [_status_line(status), *[b"%b: %b\r\n" % pair for pair in headers if pair[0] != b"connection"]]
-        if len(lines) <= len(headers):
-            cycle.keep_alive = False
+        names = dict(headers)
+        is_sized = b"content-length" in names or status in (204, 304)
+        lines = [_status_line(status), *[b"%b: %b\r\n" % pair for pair in headers]]
         self._is_chunked = not is_sized and self._takes_chunks and not self._is_bodyless
         if self._is_chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         elif not is_sized:
             cycle.keep_alive = False  # the body ends where the connection does
-        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        if b"connection" in names:
+            cycle.keep_alive = False  # the only thing that we ever say in it
+        elif not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
         self._head = b"".join(lines)
 
     def write(self, piece: bytes) -> None:

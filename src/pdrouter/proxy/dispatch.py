@@ -6,7 +6,6 @@ then any failure is a proper error. What has begun to run is always settled, in 
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -14,11 +13,12 @@ import msgspec
 from pdrouter.core.decision import Decision, Placement, Rejection
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
-from pdrouter.engines.base import Attempt, Engine, Inbound, Leg, Plan
+from pdrouter.engines.base import Engine, Inbound, Leg, Plan
 from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
 from pdrouter.errors import ClientGone, RouterError, UpstreamTimeout
 from pdrouter.proxy.abort import Aborter
 from pdrouter.proxy.client import Client
+from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.legs import STATUS_OK_BELOW, EngineReply, PrefillLeg
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.replies import error_event, passed_on
@@ -51,6 +51,7 @@ class Dispatcher:
         aborter: Aborter,
         metrics: Metrics,
         log: DecisionLog,
+        ids: Ids,
         clock: Callable[[], float],
         options: DispatchOptions,
     ) -> None:
@@ -62,6 +63,7 @@ class Dispatcher:
         self.clock = clock
         self.options = options
         self._engines = engines
+        self._ids = ids
 
     async def run(self, facts: RequestFacts, inbound: Inbound, client: Client) -> None:
         """Serve one request to its end.
@@ -75,7 +77,7 @@ class Dispatcher:
         try:
             self.log.decided(decision)
             engine = self._engines[decision.decode.endpoint.engine]
-            plan = engine.plan(decision, inbound, _new_attempt(inbound.batch or 1))
+            plan = engine.plan(decision, inbound, self._ids.attempt(inbound.batch or 1))
             await Flight(self, engine, decision, plan, inbound, client).run()
         finally:
             self.router.settle(decision, self.clock())  # I2
@@ -227,7 +229,7 @@ class Flight:
         prefill = self._prefill
         if prefill is None or prefill.is_done:
             return
-        if is_answered and self._failure is None:
+        if is_answered and self._failure is None and prefill.send_no_more():
             asyncio.get_running_loop().call_later(_PREFILL_GRACE_S, self._end_prefill, prefill)
         else:
             self._end_prefill(prefill)
@@ -272,10 +274,3 @@ def _place_header(place: Placement) -> bytes:
     """Return address and rank for a response header."""
     rank = "engine" if place.rank is None else place.rank
     return f"{place.endpoint.address}; rank={rank}".encode()
-
-
-def _new_attempt(samples: int) -> Attempt:
-    """Return a new suffix for ids and a new room for each sample, 63 random bits each."""
-    noise = os.urandom(8 * (samples + 1))
-    rooms = [int.from_bytes(noise[i : i + 8]) >> 1 for i in range(8, len(noise), 8)]
-    return Attempt(noise[:8].hex(), rooms)

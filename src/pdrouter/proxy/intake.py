@@ -66,7 +66,7 @@ class Intake:
         prompt = read_prompt(decoded, self._options.image_tokens)
         batch = batch_size(decoded, prompt.samples)
         lines, header_rank = self._read_headers(headers, request_id)
-        owned = [name for name in self._owned if not isinstance(getattr(decoded, name), UnsetType)]
+        owned = [name for name in _set_fields(decoded) if name in self._owned]
         ranks = self._ranks(decoded, header_rank) if owned else (header_rank, header_rank)
         facts = self._facts(decoded, prompt, batch, request_id, ranks)
         return facts, Inbound(
@@ -80,11 +80,10 @@ class Intake:
             wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
         )
 
-    def request_id(self, headers: Iterable[tuple[bytes, bytes]], api: Api, new_letters: Callable[[], str]) -> str:
+    def request_id(self, headers: Mapping[bytes, bytes], api: Api, new_letters: Callable[[], str]) -> str:
         """Return the client's request id, or a new one with the prefix of its path."""
-        given = dict(headers)
         for name in self._options.request_id_headers:
-            value = given.get(name)
+            value = headers.get(name)
             if value and len(value) <= MAX_ID_CHARS:
                 return value.decode("latin-1")
         return _ID_PREFIXES[api] + new_letters()

@@ -62,6 +62,13 @@ class PrefillLeg:
             await self._waiter
         return b"".join(self._pieces)
 
+    def send_no_more(self) -> bool:
+        """Only wait for the reply from now on (I3); ``False`` if none is on its way."""
+        if self._exchange is None or (self._task is not None and not self._task.done()):
+            return False
+        self._exchange.forget_request()
+        return True
+
     def close(self) -> None:
         """End the leg where it stands; ``on_done`` isn't called any more."""
         self._finish()

@@ -6,7 +6,7 @@ Text is never decoded: its size is judged from its raw JSON. Token ids and embed
 import re
 
 import msgspec
-from msgspec import Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdrouter.errors import InvalidRequest
 from pdrouter.proxy.bodies import AnyBody, Chat, Completion, Generate, RawField
@@ -59,14 +59,17 @@ def _conversation(body: Chat, image_tokens: int) -> Prompt:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools = b"" if isinstance(body.tools, UnsetType) else bytes(body.tools)
     pieces: list[bytes] = []
-    text_bytes, media = _text_bytes(tools), 0
+    text_bytes, media = _text_bytes(tools) if tools else 0, 0
     for message in body.messages:
-        for field in (message.role, message.tool_calls, message.content):
-            if isinstance(field, UnsetType):
-                continue
-            raw = bytes(field)
+        for field in (message.role, message.tool_calls):
+            if field is not UNSET:
+                raw = bytes(field)
+                pieces.append(raw)
+                text_bytes += len(raw)
+        if message.content is not UNSET:
+            raw = bytes(message.content)
             pieces.append(raw)
-            if field is message.content and raw.startswith(b"["):
+            if raw.startswith(b"["):
                 part_bytes, part_media = _parts_size(raw)
                 text_bytes += part_bytes
                 media += part_media

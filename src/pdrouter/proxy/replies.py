@@ -8,9 +8,9 @@ from pdrouter.errors import MethodNotAllowed, PayloadTooLarge, RouterError
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
-_HOP_BY_HOP = frozenset(
+_NOT_PASSED_ON = frozenset(
     b"connection keep-alive transfer-encoding te trailer upgrade"
-    b" proxy-connection proxy-authenticate proxy-authorization".split()
+    b" proxy-connection proxy-authenticate proxy-authorization x-request-id".split()
 )
 
 _UNAVAILABLE = 503
@@ -43,4 +43,4 @@ def error_event(error: RouterError) -> bytes:
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return an engine's headers without those that belong to its connection, and without its request id."""
-    return [pair for pair in headers if pair[0] not in _HOP_BY_HOP and pair[0] != b"x-request-id"]
+    return [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]

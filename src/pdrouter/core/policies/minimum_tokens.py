@@ -8,7 +8,7 @@ Cost: a scan over the ranks of the ready endpoints of one role and model.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from pdrouter.core.decision import Why
 from pdrouter.core.load import EndpointLoad, RankLoad, comparable_tokens
@@ -26,9 +26,9 @@ class MinimumTokens:
     def choose(self, question: Question, candidates: Sequence[Candidate]) -> Pick:
         """Return the candidate that has the least tokens with this request on it."""
         if isinstance(candidates[0], EndpointLoad):
-            tokens = [_least(question, c) for c in candidates if isinstance(c, EndpointLoad)]
+            tokens = [_least(question, load) for load in cast("Sequence[EndpointLoad]", candidates)]
         else:
-            tokens = _tokens(question, [c for c in candidates if isinstance(c, RankLoad)])
+            tokens = _tokens(question, cast("Sequence[RankLoad]", candidates))
         index = self._turns.least(question.scope, tokens)
         return Pick(index, Why(self.name, "fewest tokens, less what it holds of this prompt", candidates, tokens))
 

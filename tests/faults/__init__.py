@@ -1,0 +1,1 @@
+"""What goes wrong, and that it stays where it happened."""

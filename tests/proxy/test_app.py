@@ -262,6 +262,9 @@ async def test_metrics_count_requests(lab: Lab) -> None:
     assert f'pdrouter_requests_total{{path="{CHAT}",status="400"}} 1.0' in text
     assert 'pdrouter_failures_total{code="invalid_json"} 1.0' in text
     assert "pdrouter_requests_in_flight 0.0" in text
-    assert "pdrouter_reservations_live 0.0" in text
+    for phase in ("prefilling", "decoding"):
+        assert f'pdrouter_requests_live{{phase="{phase}"}} 0.0' in text
+    for phase in ("time_to_first_token", "decode", "request_duration"):
+        assert f'pdrouter_{phase}_seconds_bucket{{le="+Inf"}}' in text
     address = lab.decodes[0].url[7:]
     assert f'pdrouter_rank_tokens{{endpoint="{address}",rank="1",role="decode",source="ledger"}} 0.0' in text

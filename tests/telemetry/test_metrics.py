@@ -61,10 +61,12 @@ def test_ledger_report_and_both_joined() -> None:
         assert value(metrics, f"pdrouter_rank_{name}", **on(D, 1, "ledger")) == ours
     assert value(metrics, "pdrouter_rank_tokens", **on(P, 1, "reported")) == 70
     assert value(metrics, "pdrouter_rank_requests", **on(P, 1, "reported")) is None
-    assert value(metrics, "pdrouter_reservations_live") == 1
+    assert value(metrics, "pdrouter_requests_live", phase="prefilling") == 1
+    router.observe(events.FirstTokenSeen(decision), 2.5)
+    assert value(metrics, "pdrouter_requests_live", phase="decoding") == 1
     router.settle(decision, 3.0)
     assert value(metrics, "pdrouter_rank_tokens", **on(P, 0, "ledger")) == 0
-    assert value(metrics, "pdrouter_reservations_live") == 0
+    assert value(metrics, "pdrouter_requests_live", phase="decoding") == 0
     assert value(metrics, "pdrouter_decisions_total") == 1
 
 

@@ -33,7 +33,9 @@ def _found(role: Role, entry: EndpointSettings) -> Found:
     host, port = parts.hostname or "", parts.port or 80
     fixed = {name for name, value in (("model", entry.model), ("dp_size", entry.dp_size)) if value is not None}
     bootstrap_port = entry.bootstrap_port
-    if bootstrap_port is not UNSET:
+    if bootstrap_port is UNSET:
+        bootstrap_port = DEFAULT_BOOTSTRAP_PORT if role is Role.PREFILL else None
+    else:
         fixed.add("bootstrap_port")
     endpoint = Endpoint(
         address=parts.netloc,
@@ -43,6 +45,6 @@ def _found(role: Role, entry: EndpointSettings) -> Found:
         group=entry.group,
         model=entry.model,
         dp_size=entry.dp_size or 1,
-        bootstrap_port=DEFAULT_BOOTSTRAP_PORT if bootstrap_port is UNSET else bootstrap_port,
+        bootstrap_port=bootstrap_port,
     )
     return Found(endpoint, frozenset(fixed))

@@ -12,6 +12,9 @@ from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine, LoadReply
 from pdrouter.errors import RouterError
 
+_READY_CHECK_S = 0.25
+"""How soon an endpoint that became ready is asked for its load; chosen."""
+
 
 class LoadOptions(msgspec.Struct, frozen=True):
     """Settings of the poll; ``config.py`` says what they mean."""
@@ -49,7 +52,9 @@ class LoadMonitor:
         while True:
             if self._router.fleet.is_ready(self._address):
                 await self.poll()
-            await asyncio.sleep(self._options.interval_s)
+                await asyncio.sleep(self._options.interval_s)
+            else:
+                await asyncio.sleep(min(self._options.interval_s, _READY_CHECK_S))
 
     async def poll(self) -> None:
         """Ask once, and tell the core what came of it."""

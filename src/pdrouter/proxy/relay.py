@@ -24,7 +24,17 @@ _GROWTH_EVENTS = 16
 class Observer:
     """Tells the router what one request's bytes show."""
 
-    __slots__ = ("_before", "_decision", "_events", "_is_stream", "_last", "_metrics", "_router", "_untold")
+    __slots__ = (
+        "_before",
+        "_decision",
+        "_events",
+        "_first_at_s",
+        "_is_stream",
+        "_last",
+        "_metrics",
+        "_router",
+        "_untold",
+    )
 
     def __init__(self, router: Router, metrics: Metrics, decision: Decision, *, is_stream: bool) -> None:
         self._router = router
@@ -35,6 +45,7 @@ class Observer:
         self._last = b""
         self._events = 0
         self._untold = 0
+        self._first_at_s = 0.0
 
     def prefill_done(self, now_s: float) -> None:
         """The prefill leg has answered."""
@@ -44,6 +55,7 @@ class Observer:
         """The answer has begun."""
         if self._decision.state is State.PREFILLING:
             self._router.observe(FirstTokenSeen(self._decision), now_s)
+        self._first_at_s = now_s
         self._metrics.first_token(now_s - self._decision.decided_at_s)
 
     def piece(self, piece: bytes, clock: Callable[[], float]) -> None:
@@ -62,6 +74,7 @@ class Observer:
 
     def finished(self, now_s: float) -> None:
         """The answer is whole: read the engine's own count."""
+        self._metrics.decoded(now_s - self._first_at_s)
         if self._untold:
             self._tell_growth(now_s)
         if self._decision.facts.prompts != 1:

@@ -1,6 +1,7 @@
 """Prometheus metrics: requests and phases as they happen, the load of every rank when it is asked for."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
@@ -9,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from pdrouter.core.lifecycle import State
 from pdrouter.core.router import Router
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -55,11 +57,14 @@ class Metrics:
         self._first_token_s = Distribution(
             "pdrouter_time_to_first_token_seconds", "From the decision to the first byte of the answer."
         )
+        self._decode_s = Distribution("pdrouter_decode_seconds", "From the first byte of the answer to its end.")
         self._duration_s = Distribution(
             "pdrouter_request_duration_seconds", "From the request's head to the end of its reply."
         )
         self.first_token = self._first_token_s.add
-        for collector in (self._first_token_s, self._duration_s, _DataPlaneCollector(self), _RouterCollector(router)):
+        self.decoded = self._decode_s.add
+        phases = (self._first_token_s, self._decode_s, self._duration_s)
+        for collector in (*phases, _DataPlaneCollector(self), _RouterCollector(router)):
             self.registry.register(collector)
 
     def add_counters(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
@@ -168,7 +173,11 @@ class _RouterCollector(Collector):
     def _totals(self) -> Iterator[Metric]:
         router = self._router
         yield CounterMetricFamily("pdrouter_decisions", "Requests placed.", value=router.decided)
-        yield GaugeMetricFamily("pdrouter_reservations_live", "Decisions not settled.", value=len(router.live))
+        live = GaugeMetricFamily("pdrouter_requests_live", "Placed requests by phase.", labels=["phase"])
+        phases = Counter(decision.state.value for decision in router.live.values())
+        for state in (State.PREFILLING, State.DECODING):
+            live.add_metric([state.value], phases[state.value])
+        yield live
         yield GaugeMetricFamily(
             "pdrouter_prefix_entries", "Entries of the prefix index.", value=router.prefixes.entries
         )

@@ -88,12 +88,12 @@ def test_lists(served: list[Settings]) -> None:
 
 def test_problems_of_flags_come_together(served: list[Settings], capsys: Output) -> None:
     """Unknown, unserved and wrong flags are one line each on stderr, and nothing starts."""
-    words = "serve --cache-threshold 0.3 --polcy x --port=70000 --decode http://d@2 --prefill a 1 2 --zzzz"
+    words = "serve --max-tree-size 9 --polcy x --port=70000 --decode http://d@2 --prefill a 1 2 --zzzz"
     assert main(words.split()) == 2
     output = capsys.readouterr()
     assert (output.out, served) == ("", [])
     assert output.err.splitlines() == [
-        "--cache-threshold: not served yet; " + UNSERVED["--cache-threshold"],
+        "--max-tree-size: not served yet; " + UNSERVED["--max-tree-size"],
         "--polcy: unknown flag; did you mean --policy?",
         "--zzzz: unknown flag",
         '--port: "70000" is out of range; write 0 to 65535 (port number)',
@@ -288,4 +288,4 @@ def test_module_runs() -> None:
 
 def test_commands() -> None:
     """The commands are those of the documents."""
-    assert list(COMMANDS) == ["serve", "check-config", "emulate", "demo"]
+    assert list(COMMANDS) == ["serve", "check-config", "emulate", "demo", "explain"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from pdrouter.config import (
     SETTINGS,
     DemoSettings,
     EndpointSettings,
+    PolicyName,
     Settings,
     document,
     env_name,
@@ -201,10 +203,7 @@ worker-load-check-interval: 1
             [
                 'port: "x" is not a whole number (port number)',
                 "seed: -1 is out of range; write 0 to 9223372036854775807 (integer)",
-                (
-                    'policy: "best" is not one of random, round_robin, least_request, power_of_two, '
-                    "load_aware, minimum_tokens"
-                ),
+                'policy: "best" is not one of ' + ", ".join(get_args(PolicyName)),
             ],
         ),
     ],

@@ -13,6 +13,7 @@ KNOWN = {
     "DuplicateField": (400, "duplicate_field", "invalid_request_error", False, False),
     "InvalidRank": (400, "invalid_rank", "invalid_request_error", False, False),
     "NotFound": (404, "not_found", "invalid_request_error", False, False),
+    "UnknownRequest": (404, "unknown_request", "invalid_request_error", False, False),
     "ModelNotFound": (404, "model_not_found", "invalid_request_error", False, False),
     "MethodNotAllowed": (405, "method_not_allowed", "invalid_request_error", False, False),
     "PayloadTooLarge": (413, "payload_too_large", "invalid_request_error", False, False),

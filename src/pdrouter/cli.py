@@ -1,4 +1,4 @@
-"""The command line: serve, check-config, emulate, demo.
+"""The command line: serve, check-config, emulate, demo, explain.
 
 Options are derived from settings structs; nothing here knows a default. What a command needs is imported
 when it runs, so that ``--help`` is quick.
@@ -7,9 +7,9 @@ when it runs, so that ``--help`` is quick.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 import yaml
@@ -20,8 +20,8 @@ from pdrouter.config import (
     ENV_CONFIG,
     SETTINGS,
     DemoSettings,
+    PolicyName,
     Resolved,
-    did_you_mean,
     env_name,
     flag_name,
     from_flags,
@@ -29,7 +29,8 @@ from pdrouter.config import (
     resolve_settings,
 )
 from pdrouter.errors import ConfigError
-from pdrouter.setting import Setting, check_host, setting, settings_of
+from pdrouter.plugins import load_policies, policy_names
+from pdrouter.setting import Setting, check_host, did_you_mean, setting, settings_of, with_choices
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
@@ -43,12 +44,8 @@ IMPLIED: Final = {
 # Flags of sglang-router 0.3.2 that aren't served: what to do, and the flags.
 _UNSERVED: Final = (
     (
-        "leave it out; minimum_tokens counts only what a rank has not cached",
-        "cache-threshold balance-abs-threshold balance-rel-threshold eviction-interval-secs max-tree-size",
-    ),
-    (
-        "leave it out; see --policy for what there is",
-        "bucket-adjust-interval-secs max-idle-secs assignment-mode",
+        "leave it out; --prefix-index-bytes bounds what is known of caches, and what is idle goes by itself",
+        "eviction-interval-secs max-tree-size",
     ),
     ("leave it out; this is the router", "mini-lb enable-igw backend"),
     ("leave it out; workers that aren't up yet are taken when they answer", "worker-startup-timeout-secs"),
@@ -111,6 +108,7 @@ class Command(NamedTuple):
     summary: str
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[dict[str, object], list[str]], int]
+    words: str = "[OPTIONS]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +130,7 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"pdrouter {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
-        usage = f"pdrouter {name} [OPTIONS]"
+        usage = f"pdrouter {name} {command.words}"
         options = commands.add_parser(
             name, help=command.summary, description=command.summary, usage=usage, allow_abbrev=False
         )
@@ -175,8 +173,9 @@ def _add_setting(group: argparse._ArgumentGroup, item: Setting, *, env: str) -> 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``serve``: every setting, the file, and what sglang-router's users type."""
     parser.add_argument("--config", metavar="FILE", help=f"YAML file with settings by name (env {ENV_CONFIG})")
-    groups = {item.group: parser.add_argument_group(item.group) for item in SETTINGS.values()}
-    for item in SETTINGS.values():
+    items = _settings_with(policy_names()).values()
+    groups = {item.group: parser.add_argument_group(item.group) for item in items}
+    for item in items:
         _add_setting(groups[item.group], item, env=f"env {env_name(item.name)}")
     fleet = groups["Fleet"]
     fleet.add_argument(
@@ -200,7 +199,12 @@ def _resolve(flags: dict[str, object], unknown: list[str]) -> Resolved:
         flags["prefill"] = [" ".join(words) for words in cast("list[list[str]]", flags["prefill"])]
     path = Path(str(file)) if file else None
     problems = _unknown_flags(unknown, SETTINGS, UNSERVED)
-    return _after(problems, lambda: resolve_settings(path, os.environ, flags))
+    known = _settings_with(load_policies(get_args(PolicyName)))
+    return _after(problems, lambda: resolve_settings(path, os.environ, flags, known))
+
+
+def _settings_with(policies: Iterable[str]) -> dict[str, Setting]:
+    return with_choices(SETTINGS, get_args(PolicyName), policies)
 
 
 def _after(problems: list[str], build: Callable[[], T]) -> T:
@@ -278,6 +282,26 @@ def _demo(flags: dict[str, object], unknown: list[str]) -> int:
     return run(DemoOptions(**options))
 
 
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="Where a router serves: http://HOST:PORT.")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="The x-request-id of a reply.")
+
+
+def _explain(flags: dict[str, object], unknown: list[str]) -> int:
+    problems = _unknown_flags(unknown, {}, {})
+    if problems:
+        raise ConfigError(problems)
+    from pdrouter.telemetry.stories import NoStory, fetch_stories, print_stories  # noqa: PLC0415 - heavy
+
+    try:
+        page = fetch_stories(str(flags["url"]), str(flags["request_id"]))
+    except NoStory as reason:
+        print(f"pdrouter explain: {reason}", file=sys.stderr)  # noqa: T201
+        return 1
+    print_stories(page)
+    return 0
+
+
 def _add_items(parser: argparse.ArgumentParser, items: Mapping[str, Setting]) -> None:
     """Add a flag for each setting, without what ``serve`` adds."""
     groups = {item.group: parser.add_argument_group(item.group) for item in items.values()}
@@ -324,4 +348,10 @@ COMMANDS: Final = {
     "check-config": Command("Print the effective settings and where each came from.", _add_settings, _check_config),
     "emulate": Command("Serve as an engine would, without a GPU.", _add_emulate, _emulate),
     "demo": Command("Route real traffic over an emulated fleet and show the difference.", _add_demo, _demo),
+    "explain": Command(
+        "Print what a running router decided for a request, why, and what became of it.",
+        _add_explain,
+        _explain,
+        "URL REQUEST_ID",
+    ),
 }

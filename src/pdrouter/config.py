@@ -5,13 +5,14 @@ Flags, environment variables, YAML keys and ``docs/config.md`` are derived from 
 ``Settings`` first, then ``resolve_settings``.
 """
 
-import difflib
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar, cast, get_args
 
+import msgspec
 import yaml
 from msgspec import UNSET, Struct, UnsetType
 
@@ -22,14 +23,19 @@ from pdrouter.setting import (
     check_host,
     check_path,
     check_url,
+    did_you_mean,
     setting,
     settings_of,
     shown,
     split,
 )
 
-PolicyName = Literal["random", "round_robin", "least_request", "power_of_two", "load_aware", "minimum_tokens"]
-RankPolicyName = Literal["minimum_tokens", "round_robin", "random", "engine"]
+AncestorPolicyName = Literal[
+    "power_of_two", "load_aware", "cache_aware", "prefix_cache", "consistent_hashing", "manual", "bucket"
+]
+PolicyName = Literal["least_work", "minimum_tokens", "random", "round_robin", "least_request", AncestorPolicyName]
+RankPolicyName = Literal["least_work", "minimum_tokens", "round_robin", "random", "engine"]
+AssignmentMode = Literal["random", "min_load", "min_group"]
 RankFields = Literal["auto", "routed", "legacy", "header", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
@@ -38,6 +44,24 @@ Source = Literal["default", "file", "env", "flag"]
 
 ENV_PREFIX: Final = "PDROUTER_"
 ENV_CONFIG: Final = "PDROUTER_CONFIG"
+
+
+def check_profile(name: str) -> str:
+    """Return the name of a shipped profile.
+
+    Raises: ValueError with the names there are.
+    """
+    names = profile_entries()
+    if name not in names:
+        raise ValueError(f"write one of {', '.join(sorted(names))}")
+    return name
+
+
+def profile_entries() -> dict[str, dict[str, object]]:
+    """Return the shipped timing profiles, as they stand in the package's data."""
+    text = resources.files("pdrouter").joinpath("data/profiles.json").read_bytes()
+    entries: dict[str, dict[str, object]] = msgspec.json.decode(text)["profiles"]
+    return entries
 
 
 # Two lines a setting, the default at the end of the second, read better than one argument a line.
@@ -57,6 +81,8 @@ class EndpointSettings(Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     dp_size: Annotated[int, setting("Endpoint",
         "Data-parallel ranks in the engine; unset asks the engine.",
         unit="ranks", low=1, high=4096)] | None = None
+    profile: Annotated[str | None, setting("Endpoint",
+        "Timing that the engine is expected to have, by name; unset: the profile of all.", check=check_profile)] = None
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,14 +113,14 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     log_format: Annotated[LogFormat, setting("Server",
         "Log lines for people (console) or machines (json); auto is console on a terminal.")] = "auto"
 
-    policy: Annotated[PolicyName, setting("Routing",
-        "How an endpoint is chosen (sglang-router: cache_aware).")] = "minimum_tokens"
-    prefill_policy: Annotated[PolicyName | None, setting("Routing",
+    policy: Annotated[PolicyName | str, setting("Routing",
+        "How an endpoint is chosen (sglang-router: cache_aware).")] = "least_work"
+    prefill_policy: Annotated[PolicyName | str | None, setting("Routing",
         "How a prefill endpoint is chosen; unset: as policy says.")] = None
-    decode_policy: Annotated[PolicyName | None, setting("Routing",
+    decode_policy: Annotated[PolicyName | str | None, setting("Routing",
         "How a decode endpoint is chosen; unset: as policy says.")] = None
     rank_policy: Annotated[RankPolicyName, setting("Routing",
-        "How a data-parallel rank is chosen; engine leaves it to the engine.")] = "minimum_tokens"
+        "How a data-parallel rank is chosen; engine leaves it to the engine.")] = "least_work"
     dp_minimum_tokens_scheduler: Annotated[bool, setting("Routing",
         "Short for rank_policy minimum_tokens.")] = False
     rank_fields: Annotated[RankFields, setting("Routing",
@@ -106,6 +132,30 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     load_aware_sigma: Annotated[float, setting("Routing",
         "Policy load_aware: endpoints above the mean plus this many deviations are passed over.",
         unit="standard deviations", low=0, high=100)] = 1.0
+    load_aware_generation: Annotated[int, setting("Routing",
+        "Policy load_aware: 1 as published, 2 as it grew: both sides by score.", unit="number", low=1, high=2)] = 1
+    minimum_tokens_published: Annotated[bool, setting("Routing",
+        "Policy minimum_tokens as published: no release, polls overwrite.")] = False
+    cache_threshold: Annotated[float, setting("Routing",
+        "Policy cache_aware: a greater matched share of the prompt decides.", unit="share", low=0, high=1)] = 0.3
+    balance_abs_threshold: Annotated[int, setting("Routing",
+        "Policy cache_aware: imbalance needs a difference above this.", unit="requests", low=0, high=1_000_000)] = 64
+    balance_rel_threshold: Annotated[float, setting("Routing",
+        "Policy cache_aware: imbalance needs a ratio above this, too.", unit="times", low=1, high=1_000_000)] = 1.5
+    max_idle_secs: Annotated[float, setting("Routing",
+        "Policy manual: a key unused for longer is forgotten.", unit="s", low=0.01, high=31_536_000)] = 14_400.0
+    assignment_mode: Annotated[AssignmentMode, setting("Routing",
+        "Policy manual: a new key's worker is any, the one with the fewest requests, or the fewest keys.")] = "random"
+    bucket_adjust_interval_secs: Annotated[float, setting("Routing",
+        "Policy bucket: time between two moves of the bounds.", unit="s", low=0.01, high=86_400)] = 5.0
+    shadow_policy: Annotated[PolicyName | str | None, setting("Routing",
+        "Policy that looks on: it decides as well, without acting, and is counted and kept in the journal.")] = None
+    profile: Annotated[str | None, setting("Routing",
+        "Timing that engines are expected to have until theirs is learned: a name of the shipped profiles; "
+        "unset: a neutral one.", check=check_profile)] = None
+    default_output_tokens: Annotated[int, setting("Routing",
+        "Answer length expected until a model's is learned.",
+        unit="tokens", low=1, high=10_000_000)] = 256
     seed: Annotated[int, setting("Routing",
         "Makes random choices repeatable; unset: they differ from run to run.",
         unit="integer", low=0, high=2**63 - 1)] | None = None
@@ -124,16 +174,21 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Changes of load kept for each rank to set against a late report.",
         unit="events", low=16, high=10_000_000)] = 8192
 
+    journal_decisions: Annotated[int, setting("Journal",
+        "Decisions kept with what became of them, for `pdrouter explain`: 1 to 10 KB each; 0: none.",
+        unit="decisions", low=0, high=100_000)] = 10_000
+
     bytes_per_token: Annotated[float, setting("Tokens",
         "Text per token until a model's usage is known.", unit="bytes", low=0.1, high=100)] = 4.0
     image_tokens: Annotated[int, setting("Tokens",
         "Prompt tokens that an image counts for.", unit="tokens", low=0, high=1_000_000)] = 1024
 
     prefix_block_bytes: Annotated[int, setting("Prefix",
-        "Prompts are compared in blocks of this size.", unit="bytes", low=16, high=1_048_576)] = 1024
-    prefix_index_entries: Annotated[int, setting("Prefix",
-        "Most blocks kept in the prefix index, all ranks together; the oldest go first.",
-        unit="entries", low=1, high=100_000_000)] = 200_000
+        "Prompts are compared in blocks of this size; blocks of token ids hold whole ids.",
+        unit="bytes", low=16, high=1_048_576)] = 1024
+    prefix_index_bytes: Annotated[int, setting("Prefix",
+        "Most memory that the prefix index takes, all ranks together; what was used longest ago goes first.",
+        unit="bytes", low=1_048_576, high=2**40)] = 268_435_456
 
     health_check_interval_secs: Annotated[float, setting("Health",
         "Time between two probes of an endpoint (sglang-router: 60).",
@@ -218,15 +273,17 @@ def load_settings(file: Path | None, env: Mapping[str, str], flags: Mapping[str,
     return resolve_settings(file, env, flags).settings
 
 
-def resolve_settings(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Resolved:
+def resolve_settings(
+    file: Path | None, env: Mapping[str, str], flags: Mapping[str, object], known: Mapping[str, Setting] = SETTINGS
+) -> Resolved:
     """Do what ``load_settings`` does and tell the source of each value."""
     reader = _Reader()
     if file is None and env.get(ENV_CONFIG):
         file = Path(env[ENV_CONFIG])
     layers: list[tuple[Source, dict[str, object]]] = [
-        ("file", reader.read(SETTINGS, reader.load_file(file) if file else {}, str)),
-        ("env", reader.read(SETTINGS, _env_values(env), env_name)),
-        ("flag", reader.read(SETTINGS, flags, flag_name)),
+        ("file", reader.read(known, reader.load_file(file) if file else {}, str)),
+        ("env", reader.read(known, _env_values(env), env_name)),
+        ("flag", reader.read(known, flags, flag_name)),
     ]
     values: dict[str, object] = {}
     sources: dict[str, Source] = dict.fromkeys(SETTINGS, "default")
@@ -377,12 +434,6 @@ class _Loader(yaml.SafeLoader):
             if key in keys[:index]:
                 raise yaml.MarkedYAMLError(problem=f"{key}: set twice", problem_mark=node.value[index][0].start_mark)
         return super().construct_mapping(node, deep)
-
-
-def did_you_mean(name: str, known: Mapping[str, object], label: Callable[[str], str]) -> str:
-    """Return ``; did you mean X?`` for the known name nearest to a mistyped one, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {label(close[0])}?" if close else ""
 
 
 _DOCUMENT = """\

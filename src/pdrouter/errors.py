@@ -74,6 +74,13 @@ class NotFound(ClientError):
     code = "not_found"
 
 
+class UnknownRequest(ClientError):
+    """The journal doesn't have the request."""
+
+    status = 404
+    code = "unknown_request"
+
+
 class ModelNotFound(ClientError):
     """No endpoint serves the model."""
 
@@ -169,3 +176,19 @@ class InvariantViolation(RouterError):
     """The router's own books are wrong; the message carries the story."""
 
     code = "invariant_violation"
+
+
+FOREIGN_FAULTS = (
+    RouterError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What code that isn't ours may fail with, where its failure is an answer and not an accident."""

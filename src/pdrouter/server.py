@@ -12,23 +12,28 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import cast
 
 import msgspec
 import uvicorn
 import uvloop
 
-from pdrouter.config import Settings
+from pdrouter.config import Settings, profile_entries
 from pdrouter.control.discovery import static_endpoints
 from pdrouter.control.health import NOT_REACHED, HealthOptions, HealthWatch
 from pdrouter.control.load_monitor import LoadMonitor, LoadOptions
 from pdrouter.control.probe import Prober
 from pdrouter.control.tasks import Supervisor
+from pdrouter.core.chooser import PolicyTable
+from pdrouter.core.cost import NEUTRAL, profile_from
 from pdrouter.core.events import EndpointJoined
-from pdrouter.core.policies import ENGINE
-from pdrouter.core.policies.base import PolicyOptions
+from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
+from pdrouter.core.policies.base import Ancestors
 from pdrouter.core.router import Router, RouterOptions
+from pdrouter.core.shadow import ShadowOptions
 from pdrouter.engines.base import Engine
 from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.plugins import load_policies
 from pdrouter.proxy.abort import Aborter
 from pdrouter.proxy.app import App
 from pdrouter.proxy.connection import Connection
@@ -56,7 +61,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.router = Router(_router_options(settings))
+        self.router = Router(router_options(settings))
         self.engines: Mapping[str, Engine] = {"sglang": Sglang(RankFields(settings.rank_fields))}
         self.metrics = Metrics(self.router)
         self.ids = Ids(random.Random())  # noqa: S311
@@ -217,24 +222,65 @@ def _url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _router_options(settings: Settings) -> RouterOptions:
-    chance = random.Random(settings.seed)  # noqa: S311
+def router_options(settings: Settings) -> RouterOptions:
+    """Return the settings of the core."""
+    profiles = {name: profile_from(entry) for name, entry in profile_entries().items()}
+    rank_policy = ENGINE if settings.rank_fields == "none" else settings.rank_policy
     return RouterOptions(
         policy=settings.policy,
         prefill_policy=settings.prefill_policy or settings.policy,
         decode_policy=settings.decode_policy or settings.policy,
-        rank_policy=ENGINE if settings.rank_fields == "none" else settings.rank_policy,
+        rank_policy=rank_policy,
         report_max_age_s=settings.report_max_age_secs,
         visible_delay_s=settings.report_visible_delay_secs,
         history_events=settings.ledger_history_events,
         bytes_per_token=settings.bytes_per_token,
         max_models=_MAX_MODELS,
-        prefix_entries=settings.prefix_index_entries,
-        policy_options=PolicyOptions(
-            chance=chance,
-            load_aware_spread_requests=settings.load_aware_spread_requests,
-            load_aware_sigma=settings.load_aware_sigma,
-        ),
+        prefix_bytes=settings.prefix_index_bytes,
+        prefix_block_tokens=settings.prefix_block_bytes / settings.bytes_per_token,
+        output_tokens=settings.default_output_tokens,
+        profile=profiles[settings.profile] if settings.profile else NEUTRAL,
+        profiles=profiles,
+        chance=random.Random(settings.seed),  # noqa: S311
+        load_aware_spread_requests=settings.load_aware_spread_requests,
+        load_aware_sigma=settings.load_aware_sigma,
+        ancestors=ancestors(settings),
+        journal_decisions=settings.journal_decisions,
+        shadow=_shadow_options(settings, rank_policy),
+        plugins=_plugins(settings),
+    )
+
+
+def _plugins(settings: Settings) -> PolicyTable:
+    """Return the policies of other packages, if one is named.
+
+    Raises: ConfigError.
+    """
+    names = {settings.policy, settings.prefill_policy, settings.decode_policy, settings.shadow_policy} - {None}
+    return {} if names <= POLICIES.keys() else cast("PolicyTable", load_policies(POLICIES))
+
+
+def _shadow_options(settings: Settings, rank_policy: str) -> ShadowOptions | None:
+    """Return who looks on: the policy named, for ranks as well where it can choose them and the router does."""
+    name = settings.shadow_policy
+    if name is None:
+        return None
+    chooses_ranks = name in RANK_POLICIES and rank_policy != ENGINE
+    chance = random.Random(settings.seed)  # noqa: S311
+    return ShadowOptions(policy=name, rank_policy=name if chooses_ranks else rank_policy, chance=chance)
+
+
+def ancestors(settings: Settings) -> Ancestors:
+    """Return the settings of the policies that come from other routers."""
+    return Ancestors(
+        load_aware_generation=settings.load_aware_generation,
+        minimum_tokens_published=settings.minimum_tokens_published,
+        cache_threshold=settings.cache_threshold,
+        balance_abs_threshold=settings.balance_abs_threshold,
+        balance_rel_threshold=settings.balance_rel_threshold,
+        max_idle_s=settings.max_idle_secs,
+        assignment_mode=settings.assignment_mode,
+        bucket_adjust_interval_s=settings.bucket_adjust_interval_secs,
     )
 
 

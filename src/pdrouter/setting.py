@@ -4,11 +4,12 @@
 not know which settings there are: that is ``config.py``.
 """
 
+import difflib
 import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
@@ -122,6 +123,15 @@ def settings_of(struct: type[Struct], notes: Mapping[str, Meta] | None = None) -
     if notes is None:
         return {field.name: _setting_of(field, _members(field.type)[1]) for field in fields}
     return {field.name: _setting_of(field, [notes[field.name]]) for field in fields if field.name in notes}
+
+
+def with_choices(items: Mapping[str, Setting], choices: tuple[str, ...], more: Iterable[str]) -> dict[str, Setting]:
+    """Return the settings; those that may be one of ``choices`` may be one of ``more`` as well."""
+    wider = choices + tuple(more)
+    return {
+        name: msgspec.structs.replace(item, choices=wider) if item.choices == choices else item
+        for name, item in items.items()
+    }
 
 
 def _setting_of(field: msgspec.structs.FieldInfo, metas: list[Meta]) -> Setting:
@@ -249,3 +259,9 @@ def check_header(text: str) -> str:
     if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", text):
         raise ValueError(f"{shown(text)} is not a header name")
     return text.lower()
+
+
+def did_you_mean(name: str, known: Mapping[str, object], label: Callable[[str], str]) -> str:
+    """Return ``; did you mean X?`` for the known name nearest to a mistyped one, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {label(close[0])}?" if close else ""

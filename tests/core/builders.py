@@ -7,32 +7,44 @@ import msgspec
 
 from pdrouter.config import Settings
 from pdrouter.core import events
+from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
+from pdrouter.core.drains import DrainRates
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.ledger import Account, RankKey
 from pdrouter.core.load import RankReport
 from pdrouter.core.policies.base import PolicyOptions
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router, RouterOptions
+from pdrouter.core.work import WorkIndex
 from pdrouter.errors import RouterError
+from pdrouter.server import ancestors
 
 _SETTINGS = Settings()
 
 
-def make_options(*, policy: str = _SETTINGS.policy, seed: int = 1, **changes: object) -> RouterOptions:
-    """Return the core's settings as they are by default, apart from ``changes``."""
+def make_options(*, policy: str = "minimum_tokens", seed: int = 1, **changes: object) -> RouterOptions:
+    """Return the core's settings as they are by default, apart from the policies and ``changes``."""
     options = RouterOptions(
         policy=policy,
         prefill_policy=policy,
         decode_policy=policy,
-        rank_policy=_SETTINGS.rank_policy,
+        rank_policy="least_work" if policy == "least_work" else "minimum_tokens",
         report_max_age_s=_SETTINGS.report_max_age_secs,
         visible_delay_s=_SETTINGS.report_visible_delay_secs,
         history_events=_SETTINGS.ledger_history_events,
         bytes_per_token=_SETTINGS.bytes_per_token,
         max_models=4,
-        prefix_entries=_SETTINGS.prefix_index_entries,
-        policy_options=make_policy_options(seed),
+        prefix_bytes=_SETTINGS.prefix_index_bytes,
+        prefix_block_tokens=_SETTINGS.prefix_block_bytes / _SETTINGS.bytes_per_token,
+        output_tokens=_SETTINGS.default_output_tokens,
+        profile=NEUTRAL,
+        profiles={},
+        chance=random.Random(seed),
+        load_aware_spread_requests=_SETTINGS.load_aware_spread_requests,
+        load_aware_sigma=_SETTINGS.load_aware_sigma,
+        ancestors=ancestors(_SETTINGS),
+        journal_decisions=100,
     )
     return msgspec.structs.replace(options, **changes)
 
@@ -43,6 +55,9 @@ def make_policy_options(seed: int) -> PolicyOptions:
         chance=random.Random(seed),
         load_aware_spread_requests=_SETTINGS.load_aware_spread_requests,
         load_aware_sigma=_SETTINGS.load_aware_sigma,
+        work=WorkIndex(NEUTRAL, {}),
+        drains=DrainRates(),
+        ancestors=ancestors(_SETTINGS),
     )
 
 

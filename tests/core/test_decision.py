@@ -41,7 +41,7 @@ def test_a_reason_names_what_was_seen() -> None:
 def test_a_reason_is_bounded() -> None:
     """Of a large fleet it names the first few and says how many more there were."""
     pool = list(make_view(MAX_SHOWN + 5).endpoints.values())
-    question = Question(("x",), pool[0].endpoint.role, 100, {})
+    question = Question(("x",), pool[0].endpoint.role, 100, {}, 50.0, 0.0)
     sentence = POLICIES["least_request"](make_policy_options(1)).choose(question, pool).why.sentence()
     assert sentence.count("=") == MAX_SHOWN
     assert sentence.endswith(", 5 more)")

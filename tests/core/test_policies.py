@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 
 from pdrouter.core.fleet import Role
@@ -33,7 +34,7 @@ def make_pool(counts: Sequence[float], *, dp_size: int = 1) -> list[EndpointLoad
 def ask(role: Role = Role.PREFILL, held: Mapping[str, int] | None = None, prompt_tokens: int = 100) -> Question:
     """Return a question about a prompt of which endpoints hold so many tokens on rank 0."""
     cached = {RankKey(address, 0): tokens for address, tokens in (held or {}).items()}
-    return Question((role,), role, prompt_tokens, cached)
+    return Question((role,), role, prompt_tokens, cached, 50.0, 0.0)
 
 
 def load_aware_picks(question: Question, counts: Sequence[float]) -> Counter[str]:
@@ -100,9 +101,9 @@ class TestLoadAware:
         """Both published numbers are settings."""
         options = make_policy_options(1)
         pool = make_pool((0, 3))
-        strict = type(options)(chance=options.chance, load_aware_spread_requests=2, load_aware_sigma=1.0)
+        strict = msgspec.structs.replace(options, load_aware_spread_requests=2)
         assert {LoadAware(strict).choose(ask(), pool).index for _ in SEEDS} == {0}
-        narrow = type(options)(chance=options.chance, load_aware_spread_requests=8, load_aware_sigma=0.0)
+        narrow = msgspec.structs.replace(options, load_aware_sigma=0.0)
         assert {LoadAware(narrow).choose(ask(held={"p1": 50}), pool).index for _ in SEEDS} == {0, 1}
 
     @pytest.mark.parametrize(
@@ -127,10 +128,10 @@ class TestLoadAware:
         pool = make_pool((1, 1, 1), dp_size=2)
         policy = LoadAware(make_policy_options(1))
         for key in (RankKey("p1", 1), RankKey("p1", -1)):
-            question = Question(("x",), Role.PREFILL, 100, {key: 50, RankKey("p0", 0): 20})
+            question = Question(("x",), Role.PREFILL, 100, {key: 50, RankKey("p0", 0): 20}, 50.0, 0.0)
             assert {policy.choose(question, pool).index for _ in range(20)} == {1}
         ranks = pool[1].ranks
-        question = Question(("x",), Role.PREFILL, 100, {RankKey("p1", 1): 50})
+        question = Question(("x",), Role.PREFILL, 100, {RankKey("p1", 1): 50}, 50.0, 0.0)
         assert {policy.choose(question, ranks).index for _ in range(20)} == {1}
 
     def test_an_empty_prompt_is_placed(self) -> None:

@@ -14,6 +14,7 @@ from pdrouter.core.lifecycle import State
 from pdrouter.core.load import RankReport
 from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
 from pdrouter.core.router import Router
+from pdrouter.core.tokens import TextShape
 from pdrouter.errors import InvalidRank, InvariantViolation, ModelNotFound, NoReadyPair
 
 from .builders import (
@@ -170,13 +171,13 @@ class TestLegs:
     @pytest.mark.invariant("I9")
     def test_nothing_is_left_behind(self) -> None:
         """After thousands of requests nobody is live, and what is remembered is bounded."""
-        router = make_router([prefill("p"), decode("d")], make_options(history_events=64, prefix_entries=32))
+        router = make_router([prefill("p"), decode("d")], make_options(history_events=64, prefix_bytes=4000))
         for number in range(3000):
             now_s = number / 100
             decision = decide(router, facts(10, prefix_blocks=(number, -number), block_tokens=5.0), now_s)
             assert router.settle(decision, now_s)
         assert router.live == {}
-        assert router.prefixes.entries <= 32
+        assert router.prefixes.used_bytes <= 4000
         accounts = [rank.account for load in router.load.endpoints.values() for rank in load.ranks]
         assert all(len(account._history) <= 64 and not account.live for account in accounts)
 
@@ -530,12 +531,13 @@ class TestLearning:
     def test_usage_teaches_the_rate_of_a_known_model(self) -> None:
         """A name that nobody serves teaches the common rate, so that clients can't fill the memory."""
         router = make_router([regular("w", model="m")])
+        text = TextShape.of(b"a" * 300)
         for model, key in (("m", "m"), ("made up", None)):
-            decision = decide(router, facts(100, model=model, prompt_bytes=300), 1.0)
-            router.observe(events.UsageSeen(decision, 150, 80, 20), 2.0)
-            assert router.estimate_tokens(model, 200) == 77  # 556 bytes in 214 tokens, what was configured weighs 64
-            assert router.tokens.event_tokens(key) == router.tokens_per_event(model) == pytest.approx(1.3)
-        assert set(router.tokens._seen) == {"m", None}
+            for _ in range(60):
+                decision = decide(router, facts(100, model=model, text=text), 1.0)
+                router.observe(events.UsageSeen(decision, 150, 80, 20), 2.0)
+            assert router.tokens.estimate(key, text) == pytest.approx(150, rel=0.1)
+            assert router.tokens.event_tokens(key) == router.tokens_per_event(model) == pytest.approx(4, rel=0.1)
 
     def test_an_exact_count_teaches_nothing(self) -> None:
         """Token ids say nothing of bytes."""

@@ -362,6 +362,13 @@ def test_a_full_report() -> None:
     assert [report.rank for report in read({"loads": ranks}).ranks] == [2, 0, 1]
 
 
+def test_throughput_and_kv_use() -> None:
+    """Where they are told, by numbers."""
+    told = {"dp_rank": 0, **CORE, "gen_throughput": 812.5, "token_usage": 0.5}
+    wrong = {"dp_rank": 1, **CORE, "gen_throughput": "812.5", "token_usage": True}
+    assert read({"loads": [told, wrong]}).ranks == [RankReport(0, 150, 5, 812.5, 0.5), RankReport(1, 150, 5)]
+
+
 @pytest.mark.parametrize("body", [*NONSENSE, b'{"loads":[1]}', b"[[]]", b'[{"num_reqs":NaN}]', b'{"timestamp":1}'])
 def test_a_load_reply_that_is_none(body: bytes) -> None:
     """It isn't understood, or names no rank; nothing is raised."""

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import seed, settings
 from hypothesis import strategies as st
@@ -22,19 +23,25 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pdrouter.config import Settings
 from pdrouter.core import events
+from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.ledger import LegKind
 from pdrouter.core.load import EndpointLoad, RankReport
 from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
-from pdrouter.core.policies.base import PolicyOptions
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router, RouterOptions
 from pdrouter.errors import InvalidRank, ModelNotFound, NoReadyPair
+from pdrouter.server import ancestors
 
 MAX_AGE_S = 10.0
+PREFIX_BYTES = 10_000
 HISTORY_EVENTS = 24
+ANCESTORS = msgspec.structs.replace(
+    ancestors(Settings()), balance_abs_threshold=2, max_idle_s=5.0, bucket_adjust_interval_s=1.0
+)
 
 ADDRESSES = st.sampled_from([f"{role}{number}" for role in ("prefill", "decode", "regular") for number in range(3)])
 GROUPS = st.sampled_from(["a", "b"])
@@ -72,6 +79,7 @@ class Books(RuleBasedStateMachine):
 
     policy = "minimum_tokens"
     rank_policy = "minimum_tokens"
+    ancestors = ANCESTORS
     requests = Bundle("requests")
 
     def __init__(self) -> None:
@@ -87,7 +95,6 @@ class Books(RuleBasedStateMachine):
     def start(self, delay_s: float, chance: int, address: str, group: str) -> None:
         """A router with a pair in each group, so that most requests can be placed."""
         self.delay_s = delay_s
-        options = PolicyOptions(chance=random.Random(chance), load_aware_spread_requests=2, load_aware_sigma=1.0)
         self.router = Router(
             RouterOptions(
                 policy=self.policy,
@@ -99,8 +106,16 @@ class Books(RuleBasedStateMachine):
                 history_events=HISTORY_EVENTS,
                 bytes_per_token=4.0,
                 max_models=2,
-                prefix_entries=20,
-                policy_options=options,
+                prefix_bytes=PREFIX_BYTES,
+                prefix_block_tokens=10.0,
+                output_tokens=50.0,
+                profile=NEUTRAL,
+                profiles={},
+                chance=random.Random(chance),
+                load_aware_spread_requests=2,
+                load_aware_sigma=1.0,
+                ancestors=self.ancestors,
+                journal_decisions=8,
             )
         )
         for number, its_group in enumerate(("a", "b")):
@@ -177,6 +192,7 @@ class Books(RuleBasedStateMachine):
         model=st.sampled_from([None, None, "m", "n", "unknown"]),
         prefill_rank=st.sampled_from([None, None, None, 0, 2, 9]),
         decode_rank=st.sampled_from([None, None, None, 1, -1]),
+        key=st.sampled_from([None, 1, 2**64 - 1]),
     )
     def decide(
         self,
@@ -186,6 +202,7 @@ class Books(RuleBasedStateMachine):
         model: str | None,
         prefill_rank: int | None,
         decode_rank: int | None,
+        key: int | None,
     ) -> object:
         """A request is placed on a ready, compatible pair, or it is said why not."""
         facts = RequestFacts(
@@ -197,6 +214,8 @@ class Books(RuleBasedStateMachine):
             block_tokens=tokens / 4,
             prefill_rank=prefill_rank,
             decode_rank=decode_rank,
+            routing_key=key,
+            client_key=key,
         )
         answer = self.router.decide(facts, self.now_s)
         if isinstance(answer, Rejection):
@@ -379,7 +398,7 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def memory_is_bounded(self) -> None:  # I9
         """The past of a rank and the prefixes of all stay within their limits."""
-        assert self.router.prefixes.entries <= 20
+        assert self.router.prefixes.used_bytes <= PREFIX_BYTES
         for load in self.router.load.endpoints.values():
             for account in (load.unassigned, *(rank.account for rank in load.ranks)):
                 assert len(account._history) <= HISTORY_EVENTS
@@ -411,5 +430,26 @@ def test_the_books_are_right_after_every_step(policy: str, rank_policy: str) -> 
     """Under every policy and rank policy, whatever happens in whatever order, and zero at the end."""
     machine = type("PolicyBooks", (Books,), {"policy": policy, "rank_policy": rank_policy})
     seed(COMBINATIONS.index((policy, rank_policy)))(machine)
+    examples = max(1, settings().max_examples // 2)
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=40, max_examples=examples))
+
+
+VARIANTS = [
+    ("load_aware", {"load_aware_generation": 2}),
+    ("minimum_tokens", {"minimum_tokens_published": True}),
+    ("manual", {"assignment_mode": "min_load"}),
+    ("manual", {"assignment_mode": "min_group"}),
+]
+
+
+@pytest.mark.invariant("I1")
+@pytest.mark.invariant("I2")
+@pytest.mark.invariant("I6")
+@pytest.mark.parametrize(("policy", "changes"), VARIANTS)
+def test_the_books_are_right_under_variants_too(policy: str, changes: dict[str, object]) -> None:
+    """Generations and modes of a policy keep the same books."""
+    changed = msgspec.structs.replace(ANCESTORS, **changes)
+    machine = type("VariantBooks", (Books,), {"policy": policy, "ancestors": changed})
+    seed(VARIANTS.index((policy, changes)))(machine)
     examples = max(1, settings().max_examples // 2)
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=40, max_examples=examples))

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,6 +224,24 @@ def test_headers_sent_on() -> None:
         b"content-type: application/json\r\nx-request-id: r\r\n"
         b"authorization: Bearer x\r\ntraceparent: 00-1\r\naccept: */*\r\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("headers", "routing", "client"),
+    [
+        ((), None, None),
+        (((b"cookie", b"c"),), None, b"c"),
+        (((b"cookie", b"c"), (b"x-forwarded-for", b"1.2.3.4")), None, b"1.2.3.4"),
+        (((b"cookie", b"c"), (b"x-forwarded-for", b"1.2.3.4"), (b"authorization", b"Bearer x")), None, b"Bearer x"),
+        (((b"authorization", b"Bearer x"), (b"x-smg-routing-key", b"k")), b"k", b"k"),
+        (((b"authorization", b"Bearer x"), (b"x-smg-routing-key", b"")), None, b"Bearer x"),
+    ],
+)
+def test_keys_of_clients(headers: Headers, routing: bytes | None, client: bytes | None) -> None:
+    """The first header of four tells a client, only one is a routing key; decisions see hashes and no passwords."""
+    facts = read(Api.CHAT, CHAT, headers)[0]
+    hashes = [None if key is None else xxhash.xxh3_64_intdigest(key) for key in (routing, client)]
+    assert [facts.routing_key, facts.client_key] == hashes
 
 
 # Bad input

@@ -46,7 +46,7 @@ def shared_blocks(first: RequestFacts, second: RequestFacts) -> int:
     ("text", "off_by"),
     [
         ("word " * 400, 0.02),
-        ("\u4f60\u597d\u3002" * 300, 0.02),
+        ("\u4f60\u597d\u3002" * 300, 0.04),
         ("na\u00efve caf\u00e9 " * 200, 0.2),
         ("\U0001f600" * 500, 0.55),
     ],
@@ -66,11 +66,21 @@ def test_text_counts_about_the_same_however_it_is_escaped(text: str, off_by: flo
         assert escaped.prompt_tokens == pytest.approx(expected, rel=off_by, abs=4)
 
 
-def test_long_text_is_judged_by_samples() -> None:
-    """Half of it escaped counts as half, wherever the halves stand."""
-    text = ("你好" * 2000 + "word " * 2400) * 4
-    escaped = facts_of(Api.GENERATE, json.dumps({"text": text}).encode())
-    assert escaped.prompt_tokens == pytest.approx(len(text.encode()) / BYTES_PER_TOKEN, rel=0.35)
+@pytest.mark.parametrize(
+    ("api", "body", "is_text"),
+    [
+        (Api.CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, True),
+        (Api.COMPLETIONS, {"prompt": ["Hi"]}, True),
+        (Api.COMPLETIONS, {"prompt": ["Hi", "Ho"]}, False),
+        (Api.COMPLETIONS, {"prompt": "Hi", "n": 2}, False),
+        (Api.COMPLETIONS, {"prompt": [1, 2]}, False),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"i": 1}]}]}, False),
+    ],
+)
+def test_what_counts_teach(api: Api, body: dict[str, object], is_text: bool) -> None:
+    """An engine's count of one prompt of text alone tells what text costs; of a batch, ids or images it doesn't."""
+    facts = facts_of(api, body)
+    assert (facts.text is not None, facts.prompt_bytes > 0) == (is_text, is_text)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +188,9 @@ def test_equal_beginnings_are_equal_blocks(api: Api, first: dict[str, object], s
     [
         chat(FILLER, model="other"),
         {"messages": chat(FILLER)["messages"]},
+        chat(FILLER, lora_path="adapter"),
+        chat(FILLER, cache_salt="tenant"),
+        chat(FILLER, extra_key="tenant"),
         chat(FILLER, tools=[{"type": "function", "function": {"name": "f"}}]),
         {"model": "m", "messages": [{"role": "system", "content": FILLER}]},
         {"model": "m", "messages": [{"role": "assistant", "content": FILLER}]},
@@ -185,10 +198,83 @@ def test_equal_beginnings_are_equal_blocks(api: Api, first: dict[str, object], s
     ],
 )
 def test_what_an_engine_would_not_share_is_not_shared(other: dict[str, object]) -> None:
-    """Another model, tools, role or first word: nothing in common from the first block on."""
+    """Another model, adapter, salt, tools, role or first word: nothing in common from the first block on."""
     first = facts_of(Api.CHAT, chat(FILLER))
     assert len(first.prefix_blocks) > 5
     assert shared_blocks(first, facts_of(Api.CHAT, other)) == 0
+
+
+def test_caches_are_separated_by_name_and_value() -> None:
+    """Null is nothing; a value is only itself, and in no other field."""
+    fields = ("lora_path", "cache_salt", "extra_key")
+    plain = facts_of(Api.GENERATE, {"text": FILLER}).prefix_blocks
+    assert all(facts_of(Api.GENERATE, {"text": FILLER, field: None}).prefix_blocks == plain for field in fields)
+    named = [
+        facts_of(Api.GENERATE, {"text": FILLER, field: value}).prefix_blocks
+        for field in fields
+        for value in ("a", "b", ["a"])
+    ]
+    assert len({plain, *named}) == 10
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": FILLER}}]
+
+
+def test_tools_stand_behind_the_system_message() -> None:
+    """As chat templates put them: who shares only the system message shares that, but nothing behind the tools."""
+
+    def ask(tools: object, *roles: str) -> RequestFacts:
+        messages = [{"role": role, "content": FILLER} for role in roles]
+        return facts_of(Api.CHAT, {"messages": messages, "tools": tools})
+
+    system = len(FILLER) // BLOCK_BYTES
+    for role in ("system", "developer"):
+        plain, with_tools = ask(None, role, "user"), ask(TOOLS, role, "user")
+        assert system <= shared_blocks(plain, with_tools) <= system + 2
+        assert shared_blocks(with_tools, ask(TOOLS, role, "user", "assistant")) > 3 * system
+    assert shared_blocks(ask(None, "user"), ask(TOOLS, "user")) == 0
+    assert shared_blocks(ask(TOOLS, "user"), ask(TOOLS, "user", "assistant")) > 2 * system
+    assert len(ask(TOOLS, "system").prefix_blocks) > 2 * system
+
+
+def test_text_is_the_same_in_parts() -> None:
+    """A string, or a list with that string as its only part: engines see no difference."""
+    whole, part = facts_of(Api.CHAT, chat(FILLER)), facts_of(Api.CHAT, chat([{"type": "text", "text": FILLER}]))
+    assert whole.prefix_blocks == part.prefix_blocks
+
+
+def image_of(letter: str) -> dict[str, object]:
+    """Return a part with an image that differs from others' in its middle."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 5000}{letter}{'A' * 5000}"}}
+
+
+def test_images_are_compared_by_content() -> None:
+    """The same image is shared, another isn't; and an image is as wide as its tokens, not as its data."""
+
+    def ask(*images: str) -> RequestFacts:
+        return facts_of(Api.CHAT, chat([{"type": "text", "text": FILLER}, *map(image_of, images)], "Yes.", FILLER))
+
+    first, same, other = ask("a", "b"), ask("a", "b"), ask("a", "c")
+    assert first.prefix_blocks == same.prefix_blocks
+    text, image = len(FILLER) // BLOCK_BYTES, IMAGE_TOKENS * 4 // BLOCK_BYTES
+    assert text + image <= shared_blocks(first, other) <= text + image + 2
+    assert text <= shared_blocks(first, ask("c", "b")) <= text + 2
+    assert len(first.prefix_blocks) == pytest.approx(2 * text + 2 * image, abs=3)
+    assert first.block_tokens == pytest.approx(BLOCK_BYTES / BYTES_PER_TOKEN, rel=0.05)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_blocks_of_ids_end_with_an_id(separators: tuple[str, str]) -> None:
+    """However long the ids are: prompts that share all ids of a block share the block, whatever comes next."""
+    ids = [7, 12, 345, 67_890, 123_456] * 40
+
+    def ask(*more: int) -> RequestFacts:
+        return facts_of(Api.COMPLETIONS, json.dumps({"prompt": ids + list(more)}, separators=separators).encode())
+
+    blocks = ask(1, 2).prefix_blocks
+    assert len(blocks) > 20
+    assert shared_blocks(ask(1, 2), ask(1, 3)) >= len(blocks) - 1
+    assert shared_blocks(ask(7), ask(7, *ids)) >= len(blocks) - 1
 
 
 def test_a_change_in_the_middle_ends_what_is_shared() -> None:

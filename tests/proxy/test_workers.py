@@ -1,6 +1,7 @@
 """Pages over live fleets, and who serves: models, roles, groups, fallback, nobody."""
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -166,3 +167,61 @@ async def test_unknown_loads() -> None:
     """An engine that never told its load, and has no work of ours, shows -1."""
     async with ScriptedEngine(None, {}).listen() as worker, route_to((), (), [worker]) as lab:
         assert (await lab.get("/get_loads")).json() == {"workers": [{"worker": worker.url, "load": -1}]}
+
+
+async def test_story() -> None:
+    """A request's life by its id, whatever is in it; an id that nobody sent is 404 with a code of its own."""
+    async with make_lab() as lab:
+        for request_id, quoted in (("plain-1", "plain-1"), ("a/b?c %\xe9", "a%2Fb%3Fc%20%25%E9")):
+            asked = chat("x", tokens=40, stream=True, stream_options={"include_usage": True})
+            await lab.post(CHAT, asked, {"x-request-id": request_id})
+            page = await lab.get(f"/debug/story/{quoted}?x=1")
+            assert (page.status, page.headers["content-type"]) == (200, "application/json")
+            (life,) = page.json()["lives"]
+            assert (page.json()["request_id"], life["outcome"]) == (request_id, "answered")
+            assert [leg["kind"] for leg in life["legs"]] == ["prefill", "decode"]
+            assert life["legs"][0]["endpoint"] == lab.prefills[0].url[7:]
+            what = [moment["what"].split()[0] for moment in life["moments"]]
+            assert what == ["decided", "first", "answer", "usage:", "settled:"]
+            assert [m["after_s"] for m in life["moments"]] == sorted(m["after_s"] for m in life["moments"])
+        for path in ("/debug/story/nobody", "/debug/story/"):
+            reply = await lab.get(path)
+            assert (reply.status, reply.error["code"]) == (404, "unknown_request")
+        assert "last 10000 decisions" in reply.error["message"]
+        assert (await lab.post("/debug/story/plain-1", {})).status == 405
+        await lab.settled()
+
+
+async def test_story_of_a_failure() -> None:
+    """What went wrong on the way is in the story, and so is why a request wasn't placed."""
+    async with make_lab() as lab:
+        await fault(lab.decodes[0], "status")
+        await lab.post(CHAT, chat("x"), {"x-request-id": "failed"})
+        (life,) = (await lab.get("/debug/story/failed")).json()["lives"]
+        assert (life["outcome"], "answered 5" in life["message"]) == ("engine_reply", True)
+        await lab.post(CHAT, chat("x", data_parallel_rank=7), {"x-request-id": "nowhere"})
+        (life,) = (await lab.get("/debug/story/nowhere")).json()["lives"]
+        assert (life["outcome"], life["legs"]) == ("invalid_rank", [])
+        await lab.settled()
+
+
+async def test_story_without_a_journal() -> None:
+    """Where none is kept, the page says so."""
+    async with make_lab(journal_decisions=0) as lab:
+        await lab.post(CHAT, chat("x"), {"x-request-id": "a"})
+        reply = await lab.get("/debug/story/a")
+        assert (reply.status, "it is off" in reply.error["message"]) == (404, True)
+
+
+async def test_shadow_policy() -> None:
+    """A policy that looks on is counted and told, and takes no load."""
+    async with make_lab(2, 2, policy="round_robin", shadow_policy="least_work") as lab:
+        await gather(*(lab.post(CHAT, chat("x" * 400), {"x-request-id": "a"}) for _ in range(6)))
+        lives = (await lab.get("/debug/story/a")).json()["lives"]
+        assert [life["shadow"]["policy"] for life in lives] == ["least_work"] * 6
+        results = Counter(life["shadow"]["result"] for life in lives)
+        metrics = (await lab.get("/metrics")).body.decode()
+        for result in ("same", "other_endpoint", "other_rank", "none"):
+            assert f'pdrouter_shadow_decisions_total{{result="{result}"}} {results[result]:.1f}' in metrics
+        assert [e.snapshot().total_requests for e in lab.prefills] == [3, 3]
+        await lab.settled()

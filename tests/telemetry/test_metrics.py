@@ -1,13 +1,16 @@
 """Metrics: counters of what happened, gauges of every rank, and label sets that can't grow without bound."""
 
+from random import Random
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdrouter.core import events
 from pdrouter.core.load import RankReport
 from pdrouter.core.router import Router
+from pdrouter.core.shadow import Result, ShadowOptions
 from pdrouter.telemetry.metrics import CONTENT_TYPE, Metrics
-from tests.core.builders import decide, decode, facts, make_router, prefill
+from tests.core.builders import decide, decode, facts, make_options, make_router, prefill
 
 Labels = tuple[tuple[str, str], ...]
 P, D = "p:1", "d:1"
@@ -170,3 +173,23 @@ def test_the_text_is_prometheus_text() -> None:
     assert all(name.startswith("pdrouter_") for name in names)
     assert value(metrics, "pdrouter_load_checks_failed_total", reason='status "x"\n\\') == 1
     assert CONTENT_TYPE.startswith(b"text/plain; version=0.0.4")
+
+
+def test_a_shadow_is_counted() -> None:
+    """By how its choice compares, from zero; without one there is no such metric."""
+    name = "pdrouter_shadow_decisions_total"
+    assert value(Metrics(make_pair()), name, result="same") is None
+    options = make_options(shadow=ShadowOptions(policy="least_work", rank_policy="least_work", chance=Random(1)))
+    router = make_router([prefill(P), decode(D)], options)
+    metrics = Metrics(router)
+    decide(router, facts(100), 1.0)
+    counts = {result.value: value(metrics, name, result=result.value) for result in Result}
+    assert counts == {"same": 1, "other_endpoint": 0, "other_rank": 0, "none": 0}
+
+
+def test_what_the_journal_lets_go() -> None:
+    """Is counted."""
+    router = make_router([prefill(P), decode(D)], make_options(journal_decisions=2))
+    for _ in range(5):
+        decide(router, facts(100), 1.0)
+    assert value(Metrics(router), "pdrouter_journal_dropped_total") == 3

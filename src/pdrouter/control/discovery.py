@@ -46,5 +46,6 @@ def _found(role: Role, entry: EndpointSettings) -> Found:
         model=entry.model,
         dp_size=entry.dp_size or 1,
         bootstrap_port=bootstrap_port,
+        profile=entry.profile,
     )
     return Found(endpoint, frozenset(fixed))

@@ -1,7 +1,8 @@
 """What ``Router.decide`` answers: a Decision that explains itself, or a Rejection."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -11,8 +12,14 @@ from pdrouter.core.lifecycle import State
 from pdrouter.core.request import RequestFacts
 from pdrouter.errors import RouterError
 
+if TYPE_CHECKING:
+    from pdrouter.core.shadow import Shadowed
+
 MAX_SHOWN = 32
 """Candidates that an explanation names (I9)."""
+
+
+_KEY = attrgetter("key")
 
 
 class Named(Protocol):
@@ -28,7 +35,8 @@ class Why(msgspec.Struct, frozen=True, eq=False):
     """Why one endpoint or rank was chosen: the policy, the rule that fired, and what was seen.
 
     ``candidates`` and ``values`` go together, the lower value wins, in the policy's own unit. ``is_notable`` marks an
-    imbalance or a fallback: what an operator wants to hear of.
+    imbalance or a fallback: what an operator wants to hear of. ``more`` candidates were there, but aren't named.
+    Candidates live on and change; ``keys`` are names alone, in the place of candidates.
     """
 
     policy: str
@@ -36,12 +44,39 @@ class Why(msgspec.Struct, frozen=True, eq=False):
     candidates: Sequence[Named] = ()
     values: Sequence[float] = ()
     is_notable: bool = False
+    more: int = 0
+    keys: Sequence[object] = ()
+
+    def detached(self) -> "Why":
+        """Return it with names in the place of candidates, so that it keeps none of them alive."""
+        candidates, values = self.candidates, self.values
+        if not candidates:
+            return self
+        more = self.more
+        if len(values) > MAX_SHOWN:
+            candidates, values, more = candidates[:MAX_SHOWN], values[:MAX_SHOWN], more + len(values) - MAX_SHOWN
+        return Why(self.policy, self.rule, (), values, self.is_notable, more, list(map(_KEY, candidates)))
+
+    def with_chosen(self, index: int) -> "Why":
+        """Return what can be shown of a choice among many: the first candidates, and the chosen one."""
+        candidates, values = self.candidates, self.values
+        count = len(values)
+        if count <= MAX_SHOWN or len(candidates) != count:
+            return self
+        shown = [*range(MAX_SHOWN - 1), max(index, MAX_SHOWN - 1)]
+        seen = [values[i] for i in shown]
+        return Why(self.policy, self.rule, [candidates[i] for i in shown], seen, self.is_notable, count - MAX_SHOWN)
+
+    def seen(self) -> list[tuple[str, float]]:
+        """Return the names of the first candidates, each with its value."""
+        plain = self.detached()
+        return [(_name(key), value) for key, value in zip(plain.keys, plain.values, strict=False)]
 
     def sentence(self) -> str:
         """Return the reason in words, with the first candidates as they were seen."""
-        shown = zip(self.candidates[:MAX_SHOWN], self.values, strict=False)
-        seen = ", ".join(f"{_name(candidate.key)}={value:g}" for candidate, value in shown)
-        more = f", {len(self.values) - MAX_SHOWN} more" if len(self.values) > MAX_SHOWN else ""
+        seen = ", ".join(f"{name}={value:g}" for name, value in self.seen())
+        unnamed = self.detached().more
+        more = f", {unnamed} more" if unnamed else ""
         return f"{self.policy}: {self.rule}" + (f" ({seen}{more})" if seen else "")
 
 
@@ -66,13 +101,34 @@ class Placement(msgspec.Struct, frozen=True, eq=False):
         return f"{self.endpoint.address} rank {'engine' if self.rank is None else self.rank}"
 
 
+class Usage(NamedTuple):
+    """The engine's own count of a request's tokens, and when it was read."""
+
+    at_s: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
 class Decision:
     """One request's placement. ``prefill`` is ``None`` where one endpoint does both.
 
-    ``number`` is ours and unique; the client's id is a label in ``facts``.
+    ``number`` is ours and unique; the client's id is a label in ``facts``. ``grown_at_s`` is when its answer was last
+    seen to grow, ``shadowed`` what a policy that looks on would have chosen.
     """
 
-    __slots__ = ("decided_at_s", "decode", "facts", "number", "prefill", "prefix_tokens", "state")
+    __slots__ = (
+        "decided_at_s",
+        "decode",
+        "facts",
+        "first_token_at_s",
+        "grown_at_s",
+        "number",
+        "prefill",
+        "prefix_tokens",
+        "shadowed",
+        "state",
+        "usage",
+    )
 
     def __init__(
         self,
@@ -90,6 +146,10 @@ class Decision:
         self.decode = decode
         self.prefix_tokens = prefix_tokens
         self.decided_at_s = decided_at_s
+        self.first_token_at_s: float | None = None
+        self.grown_at_s: float | None = None
+        self.usage: Usage | None = None
+        self.shadowed: Shadowed | None = None
         self.state = State.PREFILLING
 
     @property

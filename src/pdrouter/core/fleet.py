@@ -24,6 +24,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     ``address`` is ``host:port``. ``model`` is ``None`` until the engine has told it. Endpoints may be paired when
     engine, KV transport, group and model agree (I6). ``version`` and ``bootstrap_port`` are the engine's own.
+    ``profile`` names the timing it is expected to have (``cost.py``).
     """
 
     address: str
@@ -37,6 +38,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     bootstrap_port: int | None = None
     version: str | None = None
+    profile: str | None = None
 
     @property
     def url(self) -> str:

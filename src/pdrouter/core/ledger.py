@@ -35,7 +35,8 @@ class Reservation:
 
     ``tokens`` is the load that policies weigh: uncached prompt tokens for a prefill leg, prompt and generated tokens
     otherwise. ``held_tokens`` is what the engine's own count will show for it: cached tokens too.
-    ``visible_tokens`` is the part of ``tokens`` that the newest report can have counted.
+    ``visible_tokens`` is the part of ``tokens`` that the newest report can have counted. ``prefill_s`` is how long its
+    prompt is expected to take, until it is read; ``was_alone`` says that it found its rank empty.
     """
 
     __slots__ = (
@@ -43,10 +44,12 @@ class Reservation:
         "held_tokens",
         "is_live",
         "kind",
+        "prefill_s",
         "reserved_at_s",
         "tokens",
         "visible_in",
         "visible_tokens",
+        "was_alone",
     )
 
     def __init__(self, account: "Account", kind: LegKind, tokens: int, held_tokens: int, reserved_at_s: float) -> None:
@@ -58,6 +61,8 @@ class Reservation:
         self.is_live = True
         self.visible_in = 0
         self.visible_tokens = 0
+        self.prefill_s = 0.0
+        self.was_alone = False
 
 
 class Account:

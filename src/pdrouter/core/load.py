@@ -18,11 +18,16 @@ _MOST = 1e12
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What an engine tells of one rank: tokens held or queued, and requests; ``None`` where it doesn't say."""
+    """What an engine tells of one rank: tokens held or queued, and requests; ``None`` where it doesn't say.
+
+    ``kv_use`` is the share of KV in use, of 1.
+    """
 
     rank: int
     tokens: float | None = None
     requests: float | None = None
+    throughput_tokens_per_s: float | None = None
+    kv_use: float | None = None
 
 
 class PeerMean:
@@ -157,17 +162,13 @@ def comparable_tokens(ranks: Sequence[RankLoad]) -> list[float]:
 class EndpointLoad:
     """The load of an endpoint: its ranks, and the account of work whose rank the engine chooses."""
 
-    __slots__ = ("endpoint", "ranks", "unassigned")
+    __slots__ = ("endpoint", "key", "ranks", "unassigned")
 
     def __init__(self, endpoint: Endpoint, ranks: list[RankLoad], unassigned: Account) -> None:
         self.endpoint = endpoint
+        self.key = endpoint.address
         self.ranks = ranks
         self.unassigned = unassigned
-
-    @property
-    def key(self) -> str:
-        """The endpoint's address."""
-        return self.endpoint.address
 
     @property
     def comparable_requests(self) -> float:
@@ -254,15 +255,20 @@ class LoadView:
             rank.accept(report, t_s, tokens_fix, requests_fix)
         return len(good)
 
-    def expire(self, now_s: float) -> None:
-        """Drop the reports that became too old; O(log ranks) for each, nothing while none is."""
+    def expire(self, now_s: float) -> Sequence[RankLoad]:
+        """Drop the reports that became too old and return their ranks; O(log ranks) for each, nothing while none is."""
         fresh, oldest_s = self._fresh, now_s - self._report_max_age_s
+        if not fresh or fresh[0][0] >= oldest_s:
+            return ()
+        dropped = []
         while fresh and fresh[0][0] < oldest_s:
             _, serial, rank = heapq.heappop(fresh)
             if rank.report is not None and rank.reported_at_s >= oldest_s:
                 heapq.heappush(fresh, (rank.reported_at_s, serial, rank))
             else:
                 rank.drop()
+                dropped.append(rank)
+        return dropped
 
     def validate(self) -> None:
         """Check I1 and I11 on every rank.

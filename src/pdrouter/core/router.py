@@ -5,23 +5,34 @@ decisions (I4, I5). ``decide`` reserves the load before it returns; nothing can 
 Read next: ``ledger.py``, ``load.py``, ``policies/base.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import assert_never
 
 import msgspec
 
 from pdrouter.core import events
-from pdrouter.core.decision import Decision, Placement, Rejection, Why
+from pdrouter.core.chooser import Chooser, PolicyTable, Spot
+from pdrouter.core.cost import Profile
+from pdrouter.core.decision import Decision, Placement, Rejection, Usage
+from pdrouter.core.drains import DrainRates
 from pdrouter.core.fleet import Endpoint, Fleet, Role
-from pdrouter.core.ledger import UNASSIGNED, LegKind, RankKey
+from pdrouter.core.journal import Journal
+from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.lifecycle import State, advance
-from pdrouter.core.load import EndpointLoad, LoadView
-from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
-from pdrouter.core.policies.base import Policy, PolicyOptions, Question
-from pdrouter.core.prefix import PrefixIndex
+from pdrouter.core.load import LoadView
+from pdrouter.core.outputs import OutputEstimator
+from pdrouter.core.policies import POLICIES
+from pdrouter.core.policies.base import Ancestors, PolicyOptions, Question, RandomSource
+from pdrouter.core.policies.least_work import LeastWork
+from pdrouter.core.prefix import Match, PrefixIndex
 from pdrouter.core.request import RequestFacts
+from pdrouter.core.shadow import Shadow, Shadowed, ShadowOptions
 from pdrouter.core.tokens import TokenEstimator
-from pdrouter.errors import InvalidRank, ModelNotFound, NoReadyPair, RouterError
+from pdrouter.core.work import WorkIndex
+from pdrouter.errors import ModelNotFound, NoReadyPair, RouterError
+
+_MAX_MATCHES = 32
+"""Ranks with the longest matches that a decision looks at one by one, whatever their load."""
 
 _MAX_NAMED = 8
 """Endpoints that a rejection names one by one."""
@@ -31,12 +42,6 @@ _KINDS: Mapping[Role, LegKind] = {
     Role.DECODE: LegKind.DECODE,
     Role.REGULAR: LegKind.REGULAR,
 }
-
-
-_ONLY_ENDPOINT = Why("single", "the only endpoint")
-_ONLY_RANK = Why("single", "the only rank")
-_CLIENTS_RANK = Why("client", "the client's own rank")
-_ENGINES_RANK = Why(ENGINE, "left to the engine")
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +56,23 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     history_events: int
     bytes_per_token: float
     max_models: int
-    prefix_entries: int
-    policy_options: PolicyOptions
+    prefix_bytes: int
+    prefix_block_tokens: float
+    output_tokens: float
+    profile: Profile
+    profiles: Mapping[str, Profile]
+    chance: RandomSource
+    load_aware_spread_requests: float
+    load_aware_sigma: float
+    ancestors: Ancestors
+    journal_decisions: int
+    shadow: ShadowOptions | None = None
+    plugins: PolicyTable = {}
+
+    def uses(self, name: str) -> bool:
+        """Whether a policy of that name decides anything, or looks on."""
+        names = [self.policy, self.prefill_policy, self.decode_policy, self.rank_policy]
+        return name in names or (self.shadow is not None and name in (self.shadow.policy, self.shadow.rank_policy))
 
 
 class Router:
@@ -65,123 +85,79 @@ class Router:
             visible_delay_s=options.visible_delay_s,
             history_events=options.history_events,
         )
-        self.prefixes = PrefixIndex(options.prefix_entries)
+        self.prefixes = PrefixIndex(options.prefix_bytes)
         self.tokens = TokenEstimator(options.bytes_per_token, options.max_models)
         self.live: dict[int, Decision] = {}
+        self.journal = Journal(options.journal_decisions)
         self.decided = 0
         self.missing_reports: dict[str, int] = {}
-        self._policies: dict[Role, Policy] = {
-            role: POLICIES[name](options.policy_options)
-            for role, name in (
-                (Role.PREFILL, options.prefill_policy),
-                (Role.DECODE, options.decode_policy),
-                (Role.REGULAR, options.policy),
-            )
-        }
-        self._rank_policies: dict[Role, Policy] = (
-            {}
-            if options.rank_policy == ENGINE
-            else {role: RANK_POLICIES[options.rank_policy](options.policy_options) for role in Role}
+        self.outputs = OutputEstimator(options.output_tokens, options.max_models)
+        self.work = WorkIndex(options.profile, options.profiles)
+        self._profile = options.profile
+        self._profiles = options.profiles
+        self._prefix_block_tokens = options.prefix_block_tokens
+        self._is_work_kept = options.uses(LeastWork.name)
+        self.drains = DrainRates()
+        made = PolicyOptions(
+            chance=options.chance,
+            load_aware_spread_requests=options.load_aware_spread_requests,
+            load_aware_sigma=options.load_aware_sigma,
+            work=self.work,
+            drains=self.drains,
+            ancestors=options.ancestors,
         )
+        names = {
+            Role.PREFILL: options.prefill_policy,
+            Role.DECODE: options.decode_policy,
+            Role.REGULAR: options.policy,
+        }
+        table = {**POLICIES, **options.plugins}
+        self._chooser = Chooser(self.fleet, self.load, names, options.rank_policy, table, made)
+        self.shadow: Shadow | None = None
+        if (shadow := options.shadow) is not None:
+            names = dict.fromkeys(Role, shadow.policy)
+            made = msgspec.structs.replace(made, chance=shadow.chance)
+            chooser = Chooser(self.fleet, self.load, names, shadow.rank_policy, table, made)
+            self.shadow = Shadow(shadow.policy, chooser)
 
     # decide
 
     def decide(self, facts: RequestFacts, now_s: float) -> Decision | Rejection:
         """Place a request and reserve its load, or say why that can't be done."""
-        self.load.expire(now_s)
+        self._expire(now_s)
         try:
             return self._place(facts, self._known_model(facts.model), now_s)
         except RouterError as error:
+            self.journal.rejected(facts, error, now_s)
             return Rejection(error)
 
     def _place(self, facts: RequestFacts, model: str | None, now_s: float) -> Decision:
-        if self.fleet.ready(Role.PREFILL, model):
-            return self._place_pair(facts, model, now_s)
-        if self.fleet.ready(Role.REGULAR, model):
-            return self._place_regular(facts, model, now_s)
-        raise NoReadyPair(self.why_nobody(model))
+        role = next((role for role in (Role.PREFILL, Role.REGULAR) if self.fleet.ready(role, model)), None)
+        if role is None:
+            raise NoReadyPair(self.why_nobody(model))
+        question = self._question(role, facts, model, now_s)
+        choice = self._chooser.choose(question, model)
+        shadowed = None if self.shadow is None else self.shadow.look_on(question, model, choice)
+        prefill = None if choice.prefill is None else self._reserve(choice.prefill, facts.prompt_tokens, now_s)
+        decode = self._reserve(choice.decode, facts.prompt_tokens, now_s)
+        return self._record(facts, prefill, decode, choice.prefix_tokens, shadowed, now_s)
 
-    def _place_pair(self, facts: RequestFacts, model: str | None, now_s: float) -> Decision:
+    def _question(self, role: Role, facts: RequestFacts, model: str | None, now_s: float) -> Question:
+        output_tokens = self.outputs.expected_tokens(self._learning_key(facts.model), facts)
         cached = self._cached_tokens(facts)
-        question = Question((Role.PREFILL, model or ""), Role.PREFILL, facts.prompt_tokens, cached)
-        prefills = self._with_rank(self._prefills(facts, model), facts.prefill_rank, Role.PREFILL)
-        prefill, prefill_why = self._choose_endpoint(question, prefills)
-        prefill_rank, prefill_rank_why = self._choose_rank(question, prefill, facts.prefill_rank)
+        return Question((role, model or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts)
 
-        question = Question((Role.DECODE, model or "", prefill.endpoint.group), Role.DECODE, facts.prompt_tokens, {})
-        decodes = self._with_rank(self.fleet.partners(prefill.endpoint, model), facts.decode_rank, Role.DECODE)
-        decode, decode_why = self._choose_endpoint(question, decodes)
-        decode_rank, decode_rank_why = self._choose_rank(question, decode, facts.decode_rank)
-        self.fleet.check_pair(prefill.endpoint, decode.endpoint)  # I6
-
-        held = cached.get(_key(prefill, prefill_rank), 0)
-        return self._record(
-            facts,
-            self._reserve(prefill, prefill_rank, (prefill_why, prefill_rank_why), facts, held, now_s),
-            self._reserve(decode, decode_rank, (decode_why, decode_rank_why), facts, 0, now_s),
-            held,
-            now_s,
-        )
-
-    def _prefills(self, facts: RequestFacts, model: str | None) -> Sequence[Endpoint]:
-        """Return those that may read the prompt: with a partner that has the decode rank asked for, if any does."""
-        ready, rank = self.fleet.ready(Role.PREFILL, model), facts.decode_rank
-        if rank is None:
-            return ready
-        return [p for p in ready if any(rank < d.dp_size for d in self.fleet.partners(p, model))] or ready
-
-    def _place_regular(self, facts: RequestFacts, model: str | None, now_s: float) -> Decision:
-        cached = self._cached_tokens(facts)
-        question = Question((Role.REGULAR, model or ""), Role.REGULAR, facts.prompt_tokens, cached)
-        rank_wanted = facts.decode_rank if facts.decode_rank is not None else facts.prefill_rank
-        workers = self._with_rank(self.fleet.ready(Role.REGULAR, model), rank_wanted, Role.REGULAR)
-        worker, why = self._choose_endpoint(question, workers)
-        if any(e.role is not Role.REGULAR for e in self.fleet):
-            why = Why(
-                why.policy,
-                f"no ready pair, a regular endpoint serves: {why.rule}",
-                why.candidates,
-                why.values,
-                is_notable=True,
-            )
-        rank, rank_why = self._choose_rank(question, worker, rank_wanted)
-        self.fleet.check_pair(worker.endpoint, worker.endpoint)  # I6
-        placement = self._reserve(worker, rank, (why, rank_why), facts, 0, now_s)
-        return self._record(facts, None, placement, cached.get(_key(worker, rank), 0), now_s)
-
-    def _choose_endpoint(self, question: Question, candidates: Sequence[EndpointLoad]) -> tuple[EndpointLoad, Why]:
-        if len(candidates) == 1:
-            return candidates[0], _ONLY_ENDPOINT
-        pick = self._policies[question.role].choose(question, candidates)
-        return candidates[pick.index], pick.why
-
-    def _choose_rank(self, question: Question, load: EndpointLoad, wanted: int | None) -> tuple[int | None, Why]:
-        if wanted is not None:
-            return wanted, _CLIENTS_RANK
-        if len(load.ranks) == 1:
-            return 0, _ONLY_RANK
-        policy = self._rank_policies.get(question.role)
-        if policy is None:
-            return None, _ENGINES_RANK
-        scoped = Question((question.role, load.key), question.role, question.prompt_tokens, question.cached_tokens)
-        pick = policy.choose(scoped, load.ranks)
-        return pick.index, pick.why
-
-    def _reserve(
-        self,
-        load: EndpointLoad,
-        rank: int | None,
-        whys: tuple[Why, Why],
-        facts: RequestFacts,
-        cached_tokens: int,
-        now_s: float,
-    ) -> Placement:
+    def _reserve(self, spot: Spot, prompt_tokens: int, now_s: float) -> Placement:
+        load, rank, cached_tokens = spot.load, spot.rank, spot.cached_tokens
         kind = _KINDS[load.endpoint.role]
         account = load.unassigned if rank is None else load.ranks[rank].account
-        prompt_tokens = facts.prompt_tokens
+        is_first = account.requests == 0
         reservation = account.reserve(kind, max(1, prompt_tokens - cached_tokens), prompt_tokens, now_s)  # I3
+        if self._is_work_kept and rank is not None:
+            reservation.was_alone = is_first
+            self.work.reserved(reservation, cached_tokens, now_s)
         age_s = None if rank is None else load.ranks[rank].age_s(now_s)
-        return Placement(load.endpoint, kind, rank, reservation, *whys, age_s)
+        return Placement(load.endpoint, kind, rank, reservation, spot.endpoint_why, spot.rank_why, age_s)
 
     def _record(
         self,
@@ -189,6 +165,7 @@ class Router:
         prefill: Placement | None,
         decode: Placement,
         prefix_tokens: int,
+        shadowed: Shadowed | None,
         now_s: float,
     ) -> Decision:
         self.decided += 1
@@ -200,7 +177,9 @@ class Router:
             prefix_tokens=prefix_tokens,
             decided_at_s=now_s,
         )
+        decision.shadowed = shadowed
         self.live[decision.number] = decision
+        self.journal.decided(decision)
         if facts.prefix_blocks:
             reader = prefill or decode
             self.prefixes.insert(facts.prefix_blocks, reader.reservation.account.key)
@@ -214,55 +193,100 @@ class Router:
             case events.TokensGenerated():
                 leg = event.decision.decode.reservation
                 leg.account.grow(leg, event.tokens, now_s)
+                event.decision.grown_at_s = now_s
+                if self._is_work_kept:
+                    self.work.grown(leg)
             case events.FirstTokenSeen():
                 self._first_token_seen(event.decision, now_s)
             case events.UsageSeen():
-                self._usage_seen(event)
+                self._usage_seen(event, now_s)
             case events.LoadReported():
-                self.load.expire(now_s)
+                self._expire(now_s)
                 self.load.accept(event.address, event.ranks, event.t_report_s, now_s)
+                self.work.reported(event.address, now_s)
             case events.LoadMissing():
                 self.missing_reports[event.reason] = self.missing_reports.get(event.reason, 0) + 1
             case events.EndpointJoined():
                 self.fleet.put(event.endpoint, out=event.out)
-                self.load.add(event.endpoint)
+                self._describe(event.endpoint, now_s)
             case events.EndpointDescribed():
                 if self.fleet.get(event.endpoint.address) is not None:
                     self.fleet.put(event.endpoint)
-                    self.load.add(event.endpoint)
+                    self._describe(event.endpoint, now_s)
             case events.ReadinessChanged():
                 self.fleet.set_ready(event.address, event.out)
+                self.work.set_ready(event.address, now_s, is_ready=event.out is None)
             case events.EndpointLeft():
                 self.fleet.remove(event.address)
                 self.load.remove(event.address)
+                self.work.remove(event.address)
+                self.drains.remove(event.address)
                 self.prefixes.forget(event.address)
             case _:
                 assert_never(event)
+
+    def _describe(self, endpoint: Endpoint, now_s: float) -> None:
+        self.load.add(endpoint)
+        self.drains.add(endpoint.address)
+        self._bound_prefixes(endpoint)
+        if self._is_work_kept:
+            is_ready = self.fleet.is_ready(endpoint.address)
+            self.work.add(self.load.endpoints[endpoint.address], now_s, is_ready=is_ready)
+
+    def _bound_prefixes(self, endpoint: Endpoint) -> None:
+        """A rank holds no more of prompts than its KV takes, where its profile says how much that is."""
+        profile = self._profiles.get(endpoint.profile or "", self._profile)
+        if endpoint.role is not Role.DECODE and profile.kv_capacity_tokens is not None:
+            blocks = int(profile.kv_capacity_tokens / self._prefix_block_tokens)
+            for rank in range(endpoint.dp_size):
+                self.prefixes.set_capacity(RankKey(endpoint.address, rank), blocks)
+
+    def _expire(self, now_s: float) -> None:
+        for rank in self.load.expire(now_s):
+            self.work.refreshed(rank.key, now_s)
 
     def _first_token_seen(self, decision: Decision, now_s: float) -> None:
         if decision.state is not State.PREFILLING:
             return
         decision.state = advance(decision.state, State.DECODING, decision.facts.request_id)
+        decision.first_token_at_s = now_s
+        leg = (decision.prefill or decision.decode).reservation
+        if self._is_work_kept:
+            self.work.learn_prefill(leg, decision.prefix_tokens, now_s)
         if decision.prefill is not None:
-            leg = decision.prefill.reservation
             leg.account.settle(leg, now_s)
+        if self._is_work_kept:
+            self.work.prefill_ended(leg, now_s)
 
-    def _usage_seen(self, event: events.UsageSeen) -> None:
+    def _usage_seen(self, event: events.UsageSeen, now_s: float) -> None:
+        event.decision.usage = Usage(now_s, event.prompt_tokens, event.completion_tokens)
         facts = event.decision.facts
         model = self._learning_key(facts.model)
-        if facts.prompt_bytes:
-            self.tokens.learn(model, facts.prompt_bytes, event.prompt_tokens)
+        if facts.text is not None:
+            self.tokens.learn(model, facts.text, event.prompt_tokens)
         self.tokens.learn_event_tokens(model, event.events, event.completion_tokens)
+        self.outputs.learn(model, event.completion_tokens)
+        first_at_s = event.decision.first_token_at_s
+        if self._is_work_kept and first_at_s is not None:
+            self.work.learn_steps(event.decision.decode.reservation, event.completion_tokens, now_s - first_at_s)
 
     # settle
 
-    def settle(self, decision: Decision, now_s: float) -> bool:
-        """Return all load of a decision that is still held; ``False`` if that was done before (I2)."""
+    def settle(self, decision: Decision, now_s: float, error: RouterError | None = None) -> bool:
+        """Return all load of a decision that is still held; ``False`` if that was done before (I2).
+
+        ``error`` is why it failed, ``None`` if it was answered.
+        """
         if self.live.pop(decision.number, None) is None:
             return False
         for placement in decision.placements:
-            placement.reservation.account.settle(placement.reservation, now_s)
+            leg = placement.reservation
+            if leg.account.settle(leg, now_s) and self._is_work_kept:
+                self.work.settled(leg, now_s)
+        if decision.first_token_at_s is not None:
+            self.drains.ended(decision.decode.endpoint.address, now_s)
         decision.state = State.SETTLED
+        self.journal.settled(decision, error, now_s)
         return True
 
     # questions
@@ -281,6 +305,7 @@ class Router:
         Raises: InvariantViolation.
         """
         self.load.validate()
+        self.prefixes.validate()
 
     def _known_model(self, model: str | None) -> str | None:
         """Return the model to filter by: in a fleet of one model, engines judge the name themselves."""
@@ -297,19 +322,11 @@ class Router:
     def _cached_tokens(self, facts: RequestFacts) -> Mapping[RankKey, int]:
         if not facts.prefix_blocks:
             return {}
-        matched = self.prefixes.match(facts.prefix_blocks)
+        match = self.prefixes.find(facts.prefix_blocks)
         most = max(0, facts.prompt_tokens - 1)  # an engine computes at least one token
-        return {rank: min(most, int(blocks * facts.block_tokens)) for rank, blocks in matched.items()}
-
-    def _with_rank(self, pool: Sequence[Endpoint], rank: int | None, role: Role) -> list[EndpointLoad]:
-        loads = self.load.endpoints
-        if rank is None:
-            return [loads[e.address] for e in pool]
-        having = [loads[e.address] for e in pool if 0 <= rank < e.dp_size]
-        if not having:
-            largest = max(e.dp_size for e in pool)
-            raise InvalidRank(f"data-parallel rank {rank} isn't there: {role} endpoints have 0 to {largest - 1}")
-        return having
+        longest = match.longest(_MAX_MATCHES)
+        cached = {rank: min(most, int(blocks * facts.block_tokens)) for rank, blocks in longest.items()}
+        return cached if match.ranks <= _MAX_MATCHES else _ManyHolders(cached, match, facts.block_tokens, most)
 
     def why_nobody(self, model: str | None) -> str:
         """Return why no request for ``model`` can be placed: who is known, and why each is out."""
@@ -327,5 +344,18 @@ class Router:
         return f"{missing}{wanted} ({len(known)} known: {'; '.join(lines)}{more})"
 
 
-def _key(load: EndpointLoad, rank: int | None) -> RankKey:
-    return RankKey(load.key, UNASSIGNED if rank is None else rank)
+class _ManyHolders(dict[RankKey, int]):
+    """What ranks hold of a prompt, where more hold some than are listed: the others are looked up when asked for."""
+
+    def __init__(self, listed: Mapping[RankKey, int], match: Match, block_tokens: float, most: int) -> None:
+        super().__init__(listed)
+        self._match = match
+        self._block_tokens = block_tokens
+        self._most = most
+
+    def get(self, key: RankKey, default: int) -> int:  # type: ignore[override]
+        """Return the tokens that a rank holds."""
+        if key in self:
+            return self[key]
+        blocks = self._match.of(key)
+        return min(self._most, int(blocks * self._block_tokens)) if blocks else default

@@ -18,6 +18,7 @@ from pdrouter.errors import DuplicateField, InvalidJson
 Piece = bytes | memoryview
 
 _END = re.compile(rb"\s*\}")
+_QUOTE = ord('"')
 
 
 class Inbound(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +122,9 @@ def _head_start(method: str, path: str, address: str) -> bytes:
 
 def splice(inbound: Inbound, fields: bytes) -> tuple[Piece, ...]:
     """Return the client's body with ``fields`` (``"a":1,"b":2``) behind its opening brace; nothing is copied (I10)."""
-    separator = b"," if fields and not _END.match(inbound.rest) else b""
-    return (b"{" + fields + separator, inbound.rest)
+    rest = inbound.rest
+    is_empty = rest[0] != _QUOTE and _END.match(rest) is not None
+    return (b"{%b" if is_empty or not fields else b"{%b,") % fields, rest
 
 
 def rest_without(body: bytes, owned: Collection[str]) -> bytes:

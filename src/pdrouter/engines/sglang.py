@@ -83,40 +83,29 @@ class Sglang:
         decode, prefill = decision.decode, decision.prefill
         if prefill is None:
             return Plan(rid, None, self._leg(inbound, decode, None, shared), merges_logprobs=False)
-        shared += b"," + _bootstrap(prefill.endpoint, inbound, attempt)
+        shared += _bootstrap(prefill.endpoint, inbound, attempt)
         return Plan(
             rid,
-            self._leg(inbound, prefill, prefill, shared),
+            self._leg(inbound, prefill, None, shared),
             self._leg(inbound, decode, prefill, shared),
             merges_logprobs=inbound.wants_prompt_logprobs,
         )
 
     def _leg(self, inbound: Inbound, place: Placement, prefill: Placement | None, shared: bytes) -> Leg:
-        spelling = self._spelling(place.endpoint)
-        fields, headers = shared, inbound.headers
-        is_second = prefill is not None and prefill is not place
-        own, others = (_DECODE_RANKS if is_second else _OWN_RANK)[spelling]
-        # A rank that isn't chosen is left out, and the engine decides.
-        if own and place.rank is not None:
-            fields += own % place.rank
-        if others and prefill is not None and prefill.rank is not None:
-            fields += others % prefill.rank
-        if spelling is RankFields.HEADER and place.rank is not None:
-            headers += b"x-data-parallel-rank: %d\r\n" % place.rank
-        body = splice(inbound, fields)
-        head = request_head("POST", inbound.path, place.endpoint, headers, sum(map(len, body)))
+        """Return one leg; ``prefill`` is the one before it, if any."""
+        endpoint, rank = place.endpoint, place.rank
+        spelling = self._rank_fields
+        if spelling is RankFields.AUTO:
+            spelling = _spelling(endpoint.version)
+        fields, header = _ranks(spelling, rank, None if prefill is None else prefill.rank, prefill is not None)
+        body = splice(inbound, shared + fields)
+        head = request_head("POST", inbound.path, endpoint, inbound.headers + header, len(body[0]) + len(body[1]))
         return Leg(place, head, body)
 
     def abort(self, endpoint: Endpoint, rid: str) -> bytes:
         """Return the request that ends ``rid`` at the engine, and all that begin with it."""
         body = b'{"rid":' + msgspec.json.encode(rid) + b"}"
         return request_head("POST", "/abort_request", endpoint, _JSON, len(body)) + body
-
-    def _spelling(self, endpoint: Endpoint) -> RankFields:
-        if self._rank_fields is not RankFields.AUTO:
-            return self._rank_fields
-        version = _version(endpoint.version)
-        return RankFields.LEGACY if version is not None and version < _ROUTED_SINCE else RankFields.ROUTED
 
     def describe(self, body: bytes) -> Described | None:
         """Read ``/server_info``."""
@@ -170,6 +159,8 @@ class _RankLoad(msgspec.Struct):
     num_total_tokens: object = None
     num_used_tokens: object = None
     num_tokens: object = None
+    gen_throughput: object = None
+    token_usage: object = None
 
 
 class _Loads(msgspec.Struct):
@@ -184,6 +175,8 @@ def _report(load: _RankLoad) -> RankReport:
         rank if type(rank) is int else -1,
         next((number for number in tokens if number is not None), None),
         _requests(load),
+        _number(load.gen_throughput),
+        _number(load.token_usage),
     )
 
 
@@ -210,7 +203,25 @@ def _unix_s(timestamp: object) -> float | None:
     return None if moment.tzinfo is None else moment.timestamp()
 
 
+@lru_cache(maxsize=65536)
+def _ranks(spelling: RankFields, rank: int | None, prefill_rank: int | None, is_second: bool) -> tuple[bytes, bytes]:
+    """Return a leg's rank fields and its rank header; a rank that isn't chosen is left out, and the engine decides."""
+    own, others = (_DECODE_RANKS if is_second else _OWN_RANK)[spelling]
+    fields = own % rank if own and rank is not None else b""
+    if others and prefill_rank is not None:
+        fields += others % prefill_rank
+    if spelling is RankFields.HEADER and rank is not None:
+        return fields, b"x-data-parallel-rank: %d\r\n" % rank
+    return fields, b""
+
+
 @lru_cache(maxsize=64)
+def _spelling(version: str | None) -> RankFields:
+    """Return how an engine of a version spells ranks."""
+    numbers = _version(version)
+    return RankFields.LEGACY if numbers is not None and numbers < _ROUTED_SINCE else RankFields.ROUTED
+
+
 def _version(text: str | None) -> tuple[int, ...] | None:
     """Return the leading numbers of a version, ``None`` if it says nothing: a source build calls itself 0.0.0."""
     found = _NUMBERS.match(text or "")
@@ -220,13 +231,18 @@ def _version(text: str | None) -> tuple[int, ...] | None:
 
 def _bootstrap(endpoint: Endpoint, inbound: Inbound, attempt: Attempt) -> bytes:
     """Return the handshake fields; a batch has an array of each, as long as its samples."""
-    host = msgspec.json.encode(endpoint.host)
-    port = b"null" if endpoint.bootstrap_port is None else b"%d" % endpoint.bootstrap_port
+    host, port = _meeting_point(endpoint.host, endpoint.bootstrap_port)
     if inbound.batch is None:
-        return b'"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%d' % (host, port, attempt.rooms[0])
+        return b',"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d' % (host, port, attempt.rooms[0])
     size = inbound.batch
-    return b'"bootstrap_host":[%s],"bootstrap_port":[%s],"bootstrap_room":%s' % (
+    return b',"bootstrap_host":[%b],"bootstrap_port":[%b],"bootstrap_room":%b' % (
         b",".join([host] * size),
         b",".join([port] * size),
         msgspec.json.encode(list(attempt.rooms)),
     )
+
+
+@lru_cache(maxsize=65536)
+def _meeting_point(host: str, port: int | None) -> tuple[bytes, bytes]:
+    """Return host and port in JSON."""
+    return msgspec.json.encode(host), msgspec.json.encode(port)

@@ -33,6 +33,11 @@ class Body(Struct):
     model: str | None = None
     stream: bool | None = None
     n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    lora_path: RawField = UNSET
+    cache_salt: RawField = UNSET
+    extra_key: RawField = UNSET
     rid: str | list[str] | UnsetType | None = UNSET
     bootstrap_host: RawField = UNSET
     bootstrap_port: RawField = UNSET
@@ -46,6 +51,10 @@ class Body(Struct):
     def copies(self) -> int | None:
         """Return how many answers each prompt gets, ``None`` where the body doesn't say."""
         return self.n
+
+    def max_output_tokens(self) -> int | None:
+        """Return the limit of each answer, ``None`` where the body sets none."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prefill leg's reply is needed."""
@@ -89,6 +98,13 @@ class Generate(Body):
             return params[0].n if params else None
         return None if params is None else params.n
 
+    def max_output_tokens(self) -> int | None:
+        """Return ``max_new_tokens``; of a list of parameters the largest."""
+        params = self.sampling_params
+        if isinstance(params, list):
+            return max((p.max_new_tokens for p in params if p.max_new_tokens is not None), default=None)
+        return None if params is None else params.max_new_tokens
+
     def wants_prompt_logprobs(self) -> bool:
         """Whether any sample asks for logprobs: the prompt's come from the prefill leg."""
         flags = self.return_logprob
@@ -99,6 +115,7 @@ class SamplingParams(Struct):
     """How to sample."""
 
     n: int | None = None
+    max_new_tokens: int | None = None
 
 
 AnyBody = Chat | Completion | Generate

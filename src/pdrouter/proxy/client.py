@@ -1,116 +1,169 @@
-"""The client's side of a request, as dispatch and relay see it: start, write with flow control, end, gone.
+"""One request as its client sees it: what was asked, and the reply: start, write with flow control, end, gone.
 
-Requests come in by ASGI; replies are written to uvicorn's transport directly, head and first piece in one call, for
-ASGI's messages cost more than all the rest of a streamed chunk (``benchmarks/proxy.py``). What is used of uvicorn for
-that is its cycle: transport, flow control, keep-alive and the marks of a reply's progress. Nothing else knows it.
+Dispatch and relay know no more of HTTP than this. Read next: ``connection.py``, which makes one for each request.
 """
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Protocol
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from pdrouter.errors import RouterError
 
-from pdrouter.proxy.connection import SCOPE_KEY, Connection
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 
+class Listener(Protocol):
+    """Whoever writes the reply, and must know how its client does."""
+
+    def client_drained(self) -> None:
+        """A client that was full takes more."""
+
+    def client_gone(self) -> None:
+        """The client has closed its connection."""
+
+
+class Wire(Protocol):
+    """What carries the reply: ``connection.py``."""
+
+    is_full: bool
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, unless nobody is there any more."""
+
+    def replied(self, client: "Client") -> None:
+        """Go on behind a reply that is whole."""
+
+    def close(self) -> None:
+        """Close behind what was written."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
 class Client:
-    """Whoever waits for the reply. After each ``write``, a writer waits while ``is_full`` (I9)."""
+    """Whoever waits for the reply. After each ``write``, a writer waits while ``is_full`` (I9).
+
+    ``path`` is without query, header names are in lower case; ``error`` says why the request can't be served as it
+    came.
+    """
 
     __slots__ = (
-        "_connection",
-        "_cycle",
         "_head",
-        "_is_bodyless",
         "_is_chunked",
+        "_pieces",
         "_takes_chunks",
+        "_wire",
+        "began_s",
+        "body_bytes",
+        "error",
+        "header",
+        "headers",
+        "is_expectant",
         "is_started",
+        "is_whole",
+        "keeps_alive",
+        "listener",
+        "method",
+        "path",
         "status",
+        "takes_body",
     )
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._connection: Connection = scope["extensions"][SCOPE_KEY]
-        self._cycle = cast("RequestResponseCycle", getattr(send, "__self__"))  # noqa: B009
-        self._is_bodyless = scope["method"] == "HEAD"
-        self._takes_chunks = scope["http_version"] == "1.1"
-        self._is_chunked = False
+    def __init__(
+        self,
+        wire: Wire,
+        method: bytes,
+        path: bytes,
+        headers: list[tuple[bytes, bytes]],
+        began_s: float,
+        *,
+        takes_chunks: bool,
+        keeps_alive: bool,
+    ) -> None:
+        self._wire = wire
+        self._takes_chunks = takes_chunks
+        self._pieces: list[bytes] = []
         self._head = b""
+        self._is_chunked = False
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.header = dict(headers)
+        self.began_s = began_s
+        self.body_bytes = 0
+        self.is_expectant = False
+        self.is_whole = False
+        self.takes_body = False
+        self.keeps_alive = keeps_alive
+        self.error: RouterError | None = None
+        self.listener: Listener | None = None
         self.is_started = False
         self.status = 0
 
-    def start(self, status: int, headers: Headers) -> None:
-        """Begin the reply; from here on nothing is tried again (I7). The head goes out with the first piece."""
-        cycle = self._cycle
-        self.is_started = cycle.response_started = True
-        cycle.waiting_for_100_continue = False
+    def take(self, piece: bytes) -> None:
+        """Add to the request's body."""
+        self._pieces.append(piece)
+        self.body_bytes += len(piece)
+
+    def body(self) -> bytes:
+        """Return the request's body, and let go of it."""
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
+        """Begin the reply; from here on nothing is tried again (I7). The head goes out with the first piece.
+
+        ``lines`` are more headers, each with its line end.
+        """
+        self.is_started = True
         self.status = status
         names = dict(headers)
-        is_sized = b"content-length" in names or status in (204, 304)
-        lines = [_status_line(status), *[b"%b: %b\r\n" % pair for pair in headers]]
-        self._is_chunked = not is_sized and self._takes_chunks and not self._is_bodyless
-        if self._is_chunked:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        elif not is_sized:
-            cycle.keep_alive = False  # the body ends where the connection does
-        if b"connection" in names:
-            cycle.keep_alive = False  # the only thing that we ever say in it
-        elif not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
+        head = b"".join([_status_line(status), *[b"%b: %b\r\n" % pair for pair in headers], lines])
+        if b"content-length" not in names and status not in (204, 304):
+            self._is_chunked = self._takes_chunks and self.method != b"HEAD"
+            if self._is_chunked:
+                head += b"transfer-encoding: chunked\r\n"
+            else:
+                self.keeps_alive = False  # the body ends where the connection does
+        self._head = head + (b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n")
 
     def write(self, piece: bytes) -> None:
         """Send a piece of the body."""
-        head, self._head = self._head, b""
-        if not self._cycle.transport.is_closing() and (head or piece):
-            self._cycle.transport.write(head + self._framed(piece))
+        if self._is_chunked and piece:
+            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+        if self._head:
+            piece, self._head = self._head + piece, b""
+        if piece:
+            self._wire.write(piece)
 
     def end(self, piece: bytes = b"") -> None:
         """Send the last piece."""
-        cycle = self._cycle
-        head, self._head = self._head, b""
-        if not cycle.transport.is_closing():
-            last = b"0\r\n\r\n" if self._is_chunked else b""
-            cycle.transport.write(b"%b%b%b" % (head, self._framed(piece), last))
-        cycle.response_complete = True
-        cycle.message_event.set()
-        if not cycle.keep_alive:
-            cycle.transport.close()
-        cycle.on_response()
-
-    def _framed(self, piece: bytes) -> bytes:
         if self._is_chunked:
-            return b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
-        return b"" if self._is_bodyless else piece
+            piece = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
+        elif self.method == b"HEAD":
+            piece = b""
+        self._wire.write(self._head + piece)
+        self._head = b""
+        self._wire.replied(self)
 
-    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+    def reply(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
         """Send a whole reply."""
-        self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.start(status, [*headers, (b"content-length", b"%d" % len(body))], lines)
         self.end(body)
 
     @property
     def is_full(self) -> bool:
         """Whether the client is behind, so that nothing more should be written now."""
-        return self._cycle.flow.write_paused
+        return self._wire.is_full
 
-    async def drained(self) -> None:
-        """Wait until the client can take more, or is gone."""
-        await self._cycle.flow.drain()
+    def cut(self) -> None:
+        """Close the connection behind what was written, so that the reply has no proper end."""
+        self._wire.close()
 
     def abort(self) -> None:
         """Close the connection at once; what the client hasn't taken is dropped."""
-        self._cycle.transport.abort()
-
-    def on_gone(self, call: Callable[[], None] | None) -> None:
-        """Have ``call`` called, in the event loop, when the client closes its connection; ``None`` forgets it."""
-        self._connection.on_gone = call
+        self._wire.abort()
 
 
 @lru_cache(maxsize=128)

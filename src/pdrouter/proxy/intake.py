@@ -8,21 +8,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
+import xxhash
 from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.core.prefix import block_hashes
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
+from pdrouter.core.tokens import TextShape
 from pdrouter.engines.base import Inbound, rest_without
 from pdrouter.engines.sglang import DECODE_RANK_FIELDS, OWNED_FIELDS, PREFILL_RANK_FIELDS, RANK_FIELDS
 from pdrouter.errors import InvalidRequest
 from pdrouter.proxy.bodies import MAX_ID_CHARS, Api, Body, batch_size, client_rid, decode
-from pdrouter.proxy.prompts import Prompt, read_prompt
+from pdrouter.proxy.prompts import Prompt, cache_key, read_prompt
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
 
 _RANK_HEADER = b"x-data-parallel-rank"
 _MAX_RANK_DIGITS = 9
+
+_ROUTING_KEY = b"x-smg-routing-key"
+_CLIENT_KEYS = (_ROUTING_KEY, b"authorization", b"x-forwarded-for", b"cookie")
+"""What tells clients apart, the first that there is. Source: the SGLang router's consistent hashing."""
+
+_KEY_HEADERS = frozenset(_CLIENT_KEYS)
 
 _FORWARDED = frozenset(
     b"authorization accept traceparent tracestate x-smg-routing-key user-agent"
@@ -65,10 +73,11 @@ class Intake:
         decoded = decode(api, body)
         prompt = read_prompt(decoded, self._options.image_tokens)
         batch = batch_size(decoded, prompt.samples)
-        lines, header_rank = self._read_headers(headers, request_id)
+        keys: dict[bytes, bytes] = {}
+        lines, header_rank = self._read_headers(headers, request_id, keys)
         owned = [name for name in _set_fields(decoded) if name in self._owned]
         ranks = self._ranks(decoded, header_rank) if owned else (header_rank, header_rank)
-        facts = self._facts(decoded, prompt, batch, request_id, ranks)
+        facts = self._facts(decoded, prompt, batch, request_id, ranks, keys)
         return facts, Inbound(
             path=api,
             rest=rest_without(body, owned) if owned else memoryview(body)[body.index(b"{") + 1 :],
@@ -88,11 +97,15 @@ class Intake:
                 return value.decode("latin-1")
         return _ID_PREFIXES[api] + new_letters()
 
-    def _read_headers(self, headers: Iterable[tuple[bytes, bytes]], request_id: str) -> tuple[bytes, int | None]:
-        """Return the header lines to send on, and the rank that the client asked for by header."""
+    def _read_headers(
+        self, headers: Iterable[tuple[bytes, bytes]], request_id: str, keys: dict[bytes, bytes]
+    ) -> tuple[bytes, int | None]:
+        """Return the header lines to send on, and the rank that the client asked for by header; note its ``keys``."""
         lines = b"content-type: application/json\r\nx-request-id: %s\r\n" % request_id.encode("latin-1", "replace")
         rank = None
         for name, value in headers:
+            if name in _KEY_HEADERS:
+                keys[name] = value
             if name in self._forwarded:
                 lines += name + b": " + value + b"\r\n"
             elif name == _RANK_HEADER:
@@ -110,27 +123,41 @@ class Intake:
         return _first_rank(PREFILL_RANK_FIELDS, body), _first_rank(DECODE_RANK_FIELDS, body)
 
     def _facts(
-        self, body: Body, prompt: Prompt, batch: int | None, request_id: str, ranks: tuple[int | None, int | None]
+        self,
+        body: Body,
+        prompt: Prompt,
+        batch: int | None,
+        request_id: str,
+        ranks: tuple[int | None, int | None],
+        keys: Mapping[bytes, bytes],
     ) -> RequestFacts:
         samples = batch or 1
-        tokens = prompt.tokens
-        if prompt.text_bytes:
-            tokens += self._router.estimate_tokens(body.model, prompt.text_bytes)
-        tokens = max(1, tokens)
+        text = TextShape.of(prompt.text) if prompt.text else None
+        tokens = prompt.tokens + (self._router.tokens.estimate(body.model, text) if text else 0)
         is_single = samples == 1
-        block_bytes = self._options.prefix_block_bytes
-        seed = b"%s\0%s" % ((body.model or "").encode(), prompt.seed)
+        is_text = is_single and not prompt.tokens
+        blocks = prompt.blocks(self._options.prefix_block_bytes) if is_single else []
+        compared = sum(map(len, blocks)) / len(prompt.raw) if blocks else 0.0
         return RequestFacts(
             request_id=request_id,
             model=body.model,
-            prompt_tokens=tokens * (samples // (prompt.samples or 1)),
-            prompt_bytes=prompt.text_bytes if is_single and not prompt.tokens else 0,
+            prompt_tokens=max(1, tokens) * (samples // (prompt.samples or 1)),
+            prompt_bytes=max(1, int(text.size)) if text and is_text else 0,
+            text=text if is_text else None,
             prompts=samples,
-            prefix_blocks=block_hashes(prompt.raw, block_bytes, seed=seed) if is_single else (),
-            block_tokens=block_bytes * tokens / max(1, len(prompt.raw)),
+            prefix_blocks=block_hashes(blocks, cache_key(body)),
+            block_tokens=compared * tokens / len(blocks) if blocks else 0.0,
             prefill_rank=ranks[0],
             decode_rank=ranks[1],
+            max_output_tokens=body.max_output_tokens(),
+            routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,
+            client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
         )
+
+
+def _first_hash(keys: Mapping[bytes, bytes], names: Iterable[bytes]) -> int | None:
+    """Return a hash of the first of these headers; what it says, a password perhaps, goes no further."""
+    return next((xxhash.xxh3_64_intdigest(keys[name]) for name in names if keys.get(name)), None)
 
 
 def _set_fields(body: Body) -> list[str]:

@@ -1,17 +1,16 @@
-"""From a body to its Prompt: the bytes to compare with others', and about how many tokens they are.
+"""From a body to its Prompt: the bytes to compare with others', and what its tokens are judged by.
 
-Text is never decoded: its size is judged from its raw JSON. Token ids and embeddings are counted.
+All in the order in which the engine will see it. Text is never decoded, token ids and embeddings are counted.
 """
 
 import re
 
 import msgspec
+import xxhash
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdrouter.errors import InvalidRequest
-from pdrouter.proxy.bodies import AnyBody, Chat, Completion, Generate, RawField
-
-_SAMPLE_BYTES = 4096
+from pdrouter.proxy.bodies import AnyBody, Body, Chat, Completion, Generate, Message, RawField
 
 _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 """The first character inside an array."""
@@ -19,18 +18,37 @@ _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 _NOT_IN_IDS = (b'"', b"[", b"{", b"-", b".", b"e", b"E", b"n")
 """Each value that isn't a token id has one of these; one byte each, because such a scan costs next to nothing."""
 
+_FIRST_ROLES = (b'"system"', b'"developer"')
+"""Chat templates put tools behind the messages of these roles at the beginning, and before all others."""
+
+_DIGESTS_PER_TOKEN = 0.5
+"""An image stands among the compared bytes as its digest of 8 bytes, so often that it is as wide as so much text."""
+
 
 class Prompt(Struct, frozen=True):
-    """A prompt as far as it is read: raw bytes to hash, and its size in bytes of text or in exact tokens.
+    """A prompt as far as it is read.
 
-    ``samples`` is ``None`` where the prompt stands alone, else how many prompts there are.
+    ``raw`` is what is compared with other prompts; ``text`` the raw JSON of what was written, ``tokens`` what is
+    counted without it: ids, embeddings, images. ``samples`` is ``None`` where the prompt stands alone, else how many
+    there are.
     """
 
     raw: bytes
-    text_bytes: int
+    text: bytes
     tokens: int
     samples: int | None = None
-    seed: bytes = b""
+    is_ids: bool = False
+
+    def blocks(self, block_bytes: int) -> list[memoryview]:
+        """Return the whole blocks to compare: of so many bytes, or of so many up to the end of a token id."""
+        raw = memoryview(self.raw)
+        if not self.is_ids:
+            return [raw[end - block_bytes : end] for end in range(block_bytes, len(raw) + 1, block_bytes)]
+        blocks, start = [], 0
+        while (end := self.raw.find(b",", start + block_bytes)) >= 0:
+            blocks.append(raw[start:end])
+            start = end
+        return blocks
 
 
 def read_prompt(body: AnyBody, image_tokens: int) -> Prompt:
@@ -45,6 +63,12 @@ def read_prompt(body: AnyBody, image_tokens: int) -> Prompt:
     return _generate_prompt(body)
 
 
+def cache_key(body: Body) -> bytes:
+    """Return what separates engines' caches: model, LoRA adapter, and the keys that clients may set (salts)."""
+    parts = [_value(field) or b"" for field in (body.lora_path, body.cache_salt, body.extra_key)]
+    return b"\0".join([(body.model or "").encode(), *parts])
+
+
 def _generate_prompt(body: Generate) -> Prompt:
     fields = (("text", body.text), ("input_ids", body.input_ids), ("input_embeds", body.input_embeds))
     given = [(name, raw) for name, field in fields if (raw := _value(field)) is not None]
@@ -57,25 +81,41 @@ def _generate_prompt(body: Generate) -> Prompt:
 def _conversation(body: Chat, image_tokens: int) -> Prompt:
     if isinstance(body.messages, UnsetType) or not body.messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    tools = b"" if isinstance(body.tools, UnsetType) else bytes(body.tools)
+    tools = _value(body.tools)
     pieces: list[bytes] = []
-    text_bytes, media = _text_bytes(tools) if tools else 0, 0
+    media: list[int] = []  # where images stand among the pieces
     for message in body.messages:
-        for field in (message.role, message.tool_calls):
-            if field is not UNSET:
-                raw = bytes(field)
-                pieces.append(raw)
-                text_bytes += len(raw)
-        if message.content is not UNSET:
-            raw = bytes(message.content)
-            pieces.append(raw)
-            if raw.startswith(b"["):
-                part_bytes, part_media = _parts_size(raw)
-                text_bytes += part_bytes
-                media += part_media
+        if tools is not None and _value(message.role) not in _FIRST_ROLES:
+            pieces.append(tools)
+            tools = None
+        _add_message(message, pieces, media, image_tokens)
+    if tools is not None:
+        pieces.append(tools)
+    raw = b",".join(pieces)
+    if not media:
+        return Prompt(raw, raw, 0)
+    for index in reversed(media):
+        del pieces[index]
+    return Prompt(raw, b",".join(pieces), len(media) * image_tokens)
+
+
+def _add_message(message: Message, pieces: list[bytes], media: list[int], image_tokens: int) -> None:
+    """Add a message's pieces in order, and the places of its images."""
+    if message.role is not UNSET:
+        pieces.append(bytes(message.role))
+    content = _value(message.content)
+    if content is not None and content.startswith(b"["):
+        for part in _parts(content):
+            if "text" in part:
+                pieces.append(bytes(part["text"]))
             else:
-                text_bytes += _text_bytes(raw)
-    return Prompt(b",".join(pieces), max(1, text_bytes), media * image_tokens, seed=tools)
+                media.append(len(pieces))
+                pieces.append(_digest(part) * int(image_tokens * _DIGESTS_PER_TOKEN))
+    elif content is not None:
+        pieces.append(content)
+    calls = _value(message.tool_calls)
+    if calls is not None:
+        pieces.append(calls)
 
 
 def _value(field: RawField) -> bytes | None:
@@ -94,18 +134,18 @@ def _required(name: str, field: RawField) -> bytes:
 def _text_or_ids(name: str, raw: bytes) -> Prompt:
     """Read a prompt: text, token ids, or a list of either."""
     if raw.startswith(b'"'):
-        return Prompt(raw, max(1, _text_bytes(raw) - 2), 0)
+        return Prompt(raw, raw, 0)
     first = _FIRST.match(raw)
     if first is None:
         raise _neither(name)
     if first[1] not in b'"[':
-        return Prompt(raw, 0, _count_ids(name, raw))
+        return Prompt(raw, b"", _count_ids(name, raw), is_ids=True)
     items = [bytes(item) for item in _items(name, raw)]
     if any(not item.startswith(first[1]) for item in items):
         raise _neither(name)
     if first[1] == b"[":
-        return Prompt(raw, 0, sum(_count_ids(name, item) for item in items), len(items))
-    return Prompt(raw, max(1, sum(_text_bytes(item) - 2 for item in items)), 0, len(items))
+        return Prompt(raw, b"", sum(_count_ids(name, item) for item in items), len(items), is_ids=True)
+    return Prompt(raw, raw, 0, len(items))
 
 
 def _count_ids(name: str, raw: bytes) -> int:
@@ -125,8 +165,8 @@ def _embeddings(raw: bytes) -> Prompt:
     if not rows or b"" in marks:
         raise InvalidRequest(f"the field {name!r} must be a list of rows, or a list of such lists", param=name)
     if marks[0] != b"[":
-        return Prompt(raw, 0, len(rows))
-    return Prompt(raw, 0, sum(len(_items(name, row)) for row in rows), len(rows))
+        return Prompt(raw, b"", len(rows))
+    return Prompt(raw, b"", sum(len(_items(name, row)) for row in rows), len(rows))
 
 
 def _items(name: str, raw: bytes) -> list[Raw]:
@@ -140,27 +180,17 @@ def _neither(name: str) -> InvalidRequest:
     return InvalidRequest(f"the field {name!r} must be text, token ids, or a list of either", param=name)
 
 
-def _parts_size(raw: bytes) -> tuple[int, int]:
-    """Return the bytes of text and the number of images and the like in a message's list of parts."""
+def _parts(raw: bytes) -> list[dict[str, Raw]]:
     try:
-        parts = msgspec.json.decode(raw, type=list[dict[str, Raw]])
+        return msgspec.json.decode(raw, type=list[dict[str, Raw]])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidRequest(f"messages: content: {error}", param="messages") from error
-    text_bytes = sum(_text_bytes(bytes(part["text"])) for part in parts if "text" in part)
-    return text_bytes, sum("text" not in part for part in parts)
 
 
-def _text_bytes(raw: bytes) -> int:
-    r"""Return about how many bytes of UTF-8 raw JSON text holds: an escape ``\uXXXX`` stands for about three.
-
-    Long text is judged by samples of it.
-    """
-    if b"\\" not in raw:
-        return len(raw)
-    step = max(_SAMPLE_BYTES, len(raw) // 4)
-    sampled = escapes = 0
-    for start in range(0, len(raw), step):
-        sample = raw[start : start + _SAMPLE_BYTES]
-        sampled += len(sample)
-        escapes += sample.count(b"\\u")
-    return len(raw) - 3 * escapes * len(raw) // sampled
+def _digest(part: dict[str, Raw]) -> bytes:
+    """Return a digest of an image's content: all that is said of it."""
+    digest = xxhash.xxh3_64()
+    for name, value in part.items():
+        digest.update(name.encode())
+        digest.update(memoryview(value))
+    return digest.digest()

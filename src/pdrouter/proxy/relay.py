@@ -1,7 +1,7 @@
 """[6] Streams an engine's bytes to the client and learns from them: first token, tokens generated, usage.
 
 Bytes go through as they come (I10); nothing is held back but the two newest pieces, by reference, for the usage in
-them. A slow client slows the engine: ``Client.write`` and ``Exchange.read`` both wait.
+them. It never writes: ``dispatch.py`` does, and holds the engine of a slow client back.
 """
 
 import re
@@ -26,6 +26,7 @@ class Observer:
 
     __slots__ = (
         "_before",
+        "_clock",
         "_decision",
         "_events",
         "_first_at_s",
@@ -33,49 +34,53 @@ class Observer:
         "_last",
         "_metrics",
         "_router",
-        "_untold",
+        "_told",
     )
 
-    def __init__(self, router: Router, metrics: Metrics, decision: Decision, *, is_stream: bool) -> None:
+    def __init__(
+        self, router: Router, metrics: Metrics, decision: Decision, clock: Callable[[], float], *, is_stream: bool
+    ) -> None:
         self._router = router
+        self._clock = clock
         self._metrics = metrics
         self._decision = decision
         self._is_stream = is_stream
         self._before = b""
         self._last = b""
         self._events = 0
-        self._untold = 0
+        self._told = 0
         self._first_at_s = 0.0
 
-    def prefill_done(self, now_s: float) -> None:
+    def prefill_done(self) -> None:
         """The prefill leg has answered."""
-        self._router.observe(FirstTokenSeen(self._decision), now_s)
+        if self._decision.state is State.PREFILLING:
+            self._router.observe(FirstTokenSeen(self._decision), self._clock())
 
-    def first_piece(self, now_s: float) -> None:
+    def first_piece(self) -> None:
         """The answer has begun."""
+        now_s = self._clock()
         if self._decision.state is State.PREFILLING:
             self._router.observe(FirstTokenSeen(self._decision), now_s)
         self._first_at_s = now_s
         self._metrics.first_token(now_s - self._decision.decided_at_s)
 
-    def piece(self, piece: bytes, clock: Callable[[], float]) -> None:
+    def piece(self, piece: bytes) -> None:
         """Take note of a piece of the answer."""
         self._before, self._last = self._last, piece
         if self._is_stream:
-            events = piece.count(b"data:")
-            self._events += events
-            self._untold += events
-            if self._untold >= _GROWTH_EVENTS:
-                self._tell_growth(clock())
+            self._events += piece.count(b"data:")
+            if self._events - self._told >= _GROWTH_EVENTS:
+                self._tell_growth(self._clock())
 
     def event_end(self) -> bytes:
         """Return what ends an event that was cut off in the middle."""
         return b"" if self._last.endswith(b"\n\n") else b"\n\n"
 
-    def finished(self, now_s: float) -> None:
+    def finished(self) -> None:
         """The answer is whole: read the engine's own count."""
+        now_s = self._clock()
         self._metrics.decoded(now_s - self._first_at_s)
-        if self._untold:
+        if self._events > self._told:
             self._tell_growth(now_s)
         if self._decision.facts.prompts != 1:
             return
@@ -87,8 +92,8 @@ class Observer:
 
     def _tell_growth(self, now_s: float) -> None:
         rate = self._router.tokens_per_event(self._decision.facts.model)
-        self._router.observe(TokensGenerated(self._decision, round(self._untold * rate)), now_s)
-        self._untold = 0
+        self._router.observe(TokensGenerated(self._decision, round((self._events - self._told) * rate)), now_s)
+        self._told = self._events
 
 
 def _last_number(name: bytes, text: bytes) -> int | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pdrouter.errors import MethodNotAllowed, PayloadTooLarge, RouterError
+from pdrouter.errors import MethodNotAllowed, RouterError
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
@@ -31,8 +31,6 @@ def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", _RETRY_AFTER_S))
     if isinstance(error, MethodNotAllowed) and error.param:
         headers.append((b"allow", error.param.encode()))
-    if isinstance(error, PayloadTooLarge):
-        headers.append((b"connection", b"close"))
     return headers
 
 
@@ -42,5 +40,8 @@ def error_event(error: RouterError) -> bytes:
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return an engine's headers without those that belong to its connection, and without its request id."""
-    return [pair for pair in headers if pair[0] not in _NOT_PASSED_ON]
+    """Return an engine's headers without those that belong to its connection, and without its request id.
+
+    Names come out in lower case; behind the values the parser may have left white space.
+    """
+    return [(low, value.rstrip()) for name, value in headers if (low := name.lower()) not in _NOT_PASSED_ON]

@@ -1,13 +1,16 @@
-"""The read-only pages: who is in the fleet, and what load each rank carries."""
+"""The read-only pages: who is in the fleet, what load each rank carries, and what became of a request."""
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.load import EndpointLoad, RankLoad
 from pdrouter.core.router import Router
+from pdrouter.core.story import Stories
+from pdrouter.errors import UnknownRequest
 
 _COUNTED: Mapping[Role, str] = {
     Role.PREFILL: "prefill_count",
@@ -47,6 +50,20 @@ def fleet_page(router: Router, now_s: float) -> bytes:
             "endpoints": [_endpoint(router, load, now_s) for load in router.load.endpoints.values()],
         }
     )
+
+
+def story_page(router: Router, quoted_id: bytes, now_s: float) -> bytes:
+    """Return ``GET /debug/story/ID``: all that is known of a request's lives.
+
+    Raises: UnknownRequest.
+    """
+    request_id = unquote_to_bytes(quoted_id).decode("latin-1")  # as intake reads the header
+    lives = router.journal.story(request_id, now_s)
+    if not lives:
+        limit = router.journal.limit
+        kept = f"it keeps the last {limit} decisions" if limit else "it is off (journal_decisions)"
+        raise UnknownRequest(f"the journal doesn't know the request {request_id[:256]!r}; {kept}")
+    return msgspec.json.encode(Stories(request_id, lives))
 
 
 def models_page(router: Router) -> bytes:

@@ -173,6 +173,20 @@ class _RouterCollector(Collector):
     def _totals(self) -> Iterator[Metric]:
         router = self._router
         yield CounterMetricFamily("pdrouter_decisions", "Requests placed.", value=router.decided)
+        if router.shadow is not None:
+            shadow = CounterMetricFamily(
+                "pdrouter_shadow_decisions",
+                "Decisions at which the shadow policy looked on, by how its choice compares.",
+                labels=["result"],
+            )
+            for result, count in router.shadow.counts.items():
+                shadow.add_metric([result.value], count)
+            yield shadow
+        yield CounterMetricFamily(
+            "pdrouter_journal_dropped",
+            "Decisions that the journal let go for newer ones.",
+            value=router.journal.dropped,
+        )
         live = GaugeMetricFamily("pdrouter_requests_live", "Placed requests by phase.", labels=["phase"])
         phases = Counter(decision.state.value for decision in router.live.values())
         for state in (State.PREFILLING, State.DECODING):
@@ -180,6 +194,9 @@ class _RouterCollector(Collector):
         yield live
         yield GaugeMetricFamily(
             "pdrouter_prefix_entries", "Entries of the prefix index.", value=router.prefixes.entries
+        )
+        yield GaugeMetricFamily(
+            "pdrouter_prefix_bytes", "Memory of the prefix index.", value=router.prefixes.used_bytes
         )
         yield CounterMetricFamily(
             "pdrouter_prefix_evictions", "Entries evicted from the prefix index.", value=router.prefixes.evictions

@@ -12,9 +12,13 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpResponseParser
 
-from pdrouter.errors import UpstreamClosed, UpstreamError, UpstreamProtocol
+from pdrouter.errors import RouterError, UpstreamClosed, UpstreamError, UpstreamProtocol
 
 Headers = list[tuple[bytes, bytes]]
+Request = tuple[bytes | memoryview, ...]
+
+_JOIN_BELOW_BYTES = 16_384
+"""Size of a body below which one copy is cheaper than a vectored write; chosen, see benchmarks/proxy.py."""
 
 _REPEAT_WITHIN_S = 1.0
 """A connection that the engine had closed already shows within a round trip; chosen with room to spare."""
@@ -32,8 +36,8 @@ class State(Enum):
 class Keeper(Protocol):
     """Whoever opens connections and keeps them between exchanges."""
 
-    async def reopen(self) -> "Connection":
-        """Open a fresh connection for a request that a kept one has lost."""
+    def repeat(self, exchange: "Exchange", request: "Request") -> "asyncio.Task[None]":
+        """Send a request that a kept connection has lost once more, over a fresh one."""
 
     def keep(self, connection: "Connection") -> bool:
         """Take a connection whose exchange is over; False if there is no room for it."""
@@ -43,62 +47,81 @@ class Keeper(Protocol):
 
 
 class Exchange:
-    """One request and its reply; one task at a time may wait in it.
+    """One request and its reply; one task at a time may wait in it, or a listener is called.
 
     ``status`` and ``headers`` (names in lower case, trailers left out) are valid after ``head()``.
     ``is_complete`` says that the reply has arrived whole, though some of it may not have been read yet.
     The caller ends every exchange with ``close()``.
+
+    A kept connection that ends before any byte of the reply was most likely closed by the engine while the request
+    was on its way: the request is sent once more, on a fresh connection. Not if that shows late: then the engine may
+    have begun, and what it began must not come to it twice.
     """
 
     __slots__ = (
+        "_began_s",
         "_error",
         "_keeper",
         "_listener",
-        "_loop",
+        "_opening",
         "_request",
-        "_sent_at_s",
         "_waiter",
         "connection",
-        "headers",
         "is_complete",
         "is_paused",
+        "is_sent",
         "pieces",
+        "raw_headers",
         "status",
         "unread_bytes",
     )
 
-    def __init__(self, keeper: Keeper, connection: "Connection", kept_request: tuple[bytes | memoryview, ...]) -> None:
+    def __init__(self, keeper: Keeper, kept_request: Request, now_s: float) -> None:
+        """Begin; ``kept_request`` is what may have to be sent again, if a kept connection carries it."""
         self.status = 0
-        self.headers: Headers = []
+        self.raw_headers: Headers = []
+        self.is_sent = False
         self.is_complete = False
-        self.connection: Connection | None = connection
+        self.connection: Connection | None = None
         self.pieces: list[bytes] = []
         self.unread_bytes = 0
         self.is_paused = False
         self._keeper = keeper
-        self._loop = connection.loop
         self._listener: Callable[[], None] | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._request = kept_request
-        self._sent_at_s = connection.loop.time()
+        self._began_s = now_s
         self._waiter: asyncio.Future[None] | None = None
-        self._error: UpstreamError | None = None
+        self._error: RouterError | None = None
+
+    def wait_for(self, opening: "asyncio.Task[None]") -> None:
+        """Be sent or failed by a task that opens a connection; ``close()`` ends it."""
+        self._opening = opening
+
+    async def sent(self) -> None:
+        """Wait until the request has been written.
+
+        Raises: ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed.
+        """
+        if self._opening is not None:
+            await self._opening
+            if self._error is not None:
+                raise self._error
+
+    @property
+    def headers(self) -> Headers:
+        """The reply's headers; the parser leaves white space behind the values."""
+        return [(name.lower(), value.rstrip()) for name, value in self.raw_headers]
 
     async def head(self) -> int:
         """Wait for the head of the reply and return its status; 1xx replies are skipped.
 
-        A kept connection that ends before any byte of the reply was most likely closed by the engine while
-        the request was on its way: the request is sent once more, on a fresh connection. Not if that shows late:
-        then the engine may have begun, and what it began must not come to it twice.
-
         Raises: UpstreamClosed, UpstreamProtocol; ConnectFailed, PoolExhausted from the repeat.
         """
         while not self.status:
-            if self._error is None:
-                await self._arrival()
-            elif self._request:
-                await self._repeat(self._error)
-            else:
+            if self._error is not None:
                 raise self._error
+            await self._arrival()
         return self.status
 
     async def read(self) -> bytes:
@@ -106,8 +129,6 @@ class Exchange:
 
         Raises: UpstreamClosed, UpstreamProtocol, once what came before the failure has been read.
         """
-        if not self.status:
-            await self.head()
         while (data := self.read_nowait()) is None:
             await self._arrival()
         return data
@@ -127,7 +148,7 @@ class Exchange:
             return data
         if self.is_complete:
             return b""
-        if self._error is not None and not self._request:
+        if self._error is not None:
             raise self._error
         return None
 
@@ -136,14 +157,9 @@ class Exchange:
 
         Raises: as ``read()``; UpstreamProtocol if there are more than ``limit_bytes``.
         """
-        if not self.status:
-            await self.head()
         pieces: list[bytes] = []
         total_bytes = 0
-        while (piece := self.read_nowait()) != b"":
-            if piece is None:
-                await self._arrival()
-                continue
+        while piece := await self.read():
             total_bytes += len(piece)
             if total_bytes > limit_bytes:  # I9
                 self.close()
@@ -155,11 +171,6 @@ class Exchange:
         """Have ``call`` called, instead of waking a task, whenever something has arrived or the exchange has ended."""
         self._listener = call
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the kept connection ended before any byte of the reply, so that ``head()`` may send again."""
-        return self._error is not None and bool(self._request)
-
     def close(self) -> None:
         """End the exchange; unless the reply has arrived whole, the connection is aborted at once.
 
@@ -168,6 +179,8 @@ class Exchange:
         if self.is_complete:
             return
         self._request = ()
+        if self._opening is not None:
+            self._opening.cancel()
         connection = self.connection
         if connection is not None:
             connection.abort()
@@ -177,15 +190,19 @@ class Exchange:
         """Let go of the request: the engine has begun to answer, so that it can't be sent again."""
         self._request = ()
 
-    def fail(self, error: UpstreamError) -> None:
-        """Take note that the rest of the reply will not come."""
-        self.connection = None
+    def fail(self, error: RouterError) -> None:
+        """Take note that the rest of the reply will not come, or send the request again."""
+        request, self._request = self._request, ()
+        connection, self.connection = self.connection, None
         self.is_complete = False
-        self._error = error
-        self.wake()
+        if request and connection is not None and connection.loop.time() - self._began_s <= _REPEAT_WITHIN_S:
+            self._opening = self._keeper.repeat(self, request)
+        else:
+            self._error = error
+            self.wake()
 
     def wake(self) -> None:
-        """Let the waiting task look: something has arrived, or has ended."""
+        """Let whoever waits look: something has arrived, or has ended."""
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -195,25 +212,13 @@ class Exchange:
             self._listener()
 
     def _arrival(self) -> "asyncio.Future[None]":
-        waiter = self._waiter = self._loop.create_future()
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
         return waiter
 
     def _resume(self) -> None:
         self.is_paused = False
         if self.connection is not None:
             self.connection.resume()
-
-    async def _repeat(self, lost: UpstreamError) -> None:
-        request, self._request = self._request, ()
-        if self._loop.time() - self._sent_at_s > _REPEAT_WITHIN_S:
-            raise lost
-        connection = await self._keeper.reopen()
-        if self._error is not lost:  # closed by its caller in the meantime
-            connection.abort()
-            return
-        self._error = None
-        self.connection = connection
-        connection.start(self, request)
 
 
 class Connection(asyncio.Protocol):
@@ -280,12 +285,17 @@ class Connection(asyncio.Protocol):
         """Idle for so long that the engine may be about to close it."""
         return now_s >= self.expires_at_s
 
-    def start(self, exchange: Exchange, request: tuple[bytes | memoryview, ...]) -> None:
+    def start(self, exchange: Exchange, request: Request) -> None:
         """Write the request; its reply goes to the exchange."""
         self.state = State.ACTIVE
         self._exchange = exchange
+        exchange.connection = self
+        exchange.is_sent = True
         self._limit_bytes = self._max_header_bytes
-        self._transport.writelines(request)
+        if len(request[-1]) < _JOIN_BELOW_BYTES:
+            self._transport.write(b"".join(request))
+        else:
+            self._transport.writelines(request)
 
     def resume(self) -> None:
         """Read on: the exchange's buffer has been drained."""
@@ -362,8 +372,8 @@ class Connection(asyncio.Protocol):
             raise UpstreamProtocol(f"{self._peer} sent bytes after the end of its reply")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header or, after the head, a trailer; the parser leaves white space behind the value."""
-        self._headers.append((name.lower(), value.rstrip()))
+        """Take a header or, after the head, a trailer."""
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Take the head, and find out where the body ends."""
@@ -377,10 +387,10 @@ class Connection(asyncio.Protocol):
         if exchange.unread_bytes > self._max_header_bytes and _size_bytes(headers) > self._max_header_bytes:
             raise self._head_too_large()
         exchange.status = status
-        exchange.headers = headers
+        exchange.raw_headers = headers
         self._limit_bytes = self._read_buffer_bytes
         self._can_stay = parser.should_keep_alive()
-        self._ends_at_close = not self._can_stay and not _is_framed(status, headers)
+        self._ends_at_close = not self._can_stay and not _is_framed(status, exchange.headers)
 
     def on_body(self, data: bytes) -> None:
         """Take a piece of the body, without its chunk framing."""

@@ -9,8 +9,8 @@ from collections import deque
 
 import msgspec
 
-from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed
-from pdrouter.upstream.connection import Connection, Exchange
+from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, RouterError, UpstreamClosed
+from pdrouter.upstream.connection import Connection, Exchange, Request
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -88,26 +88,40 @@ class Pool:
             exhausted=self._exhausted,
         )
 
-    def start(self, head: bytes, *body: bytes | memoryview) -> Exchange | None:
-        """Send a request at once over a kept connection; ``None`` if there is none."""
-        connection = self._take()
-        if connection is None:
-            return None
+    def start(self, head: bytes, *body: bytes | memoryview) -> Exchange:
+        """Send a request, its head built by the caller up to the blank line; with a kept connection, at once.
+
+        Otherwise a task opens a connection first; if that fails, so does the exchange.
+
+        Raises: ConnectFailed, PoolExhausted, where there is no hope of a connection.
+        """
         request = (head, *body)
-        exchange = Exchange(self, connection, request)
-        connection.start(exchange, request)
+        if self._idle:
+            connection = self._idle[-1]
+            now_s = connection.loop.time()
+            if not connection.has_expired(now_s):
+                self._idle.pop()
+                self._reused += 1
+                exchange = Exchange(self, request, now_s)
+                connection.start(exchange, request)
+                return exchange
+            self._retire(now_s)  # it is the youngest, hence all
+        self._check_room()
+        exchange = Exchange(self, (), 0.0)
+        exchange.wait_for(self._open_for(exchange, request))
         return exchange
 
     async def send(self, head: bytes, *body: bytes | memoryview) -> Exchange:
-        """Send a request, its head built by the caller up to the blank line; with a kept connection, at once.
+        """Send a request as ``start()`` does, and return when it has been written.
 
         Raises: ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed.
         """
         exchange = self.start(head, *body)
-        if exchange is None:
-            connection = await self._open()
-            exchange = Exchange(self, connection, ())
-            connection.start(exchange, (head, *body))
+        try:
+            await exchange.sent()
+        except BaseException:
+            exchange.close()
+            raise
         return exchange
 
     async def aclose(self) -> None:
@@ -122,10 +136,10 @@ class Pool:
 
     # Called by connections and exchanges.
 
-    async def reopen(self) -> Connection:
-        """Open a fresh connection for a request that a kept one has lost."""
+    def repeat(self, exchange: Exchange, request: Request) -> "asyncio.Task[None]":
+        """Send a request that a kept connection has lost once more, over a fresh one."""
         self._repeated += 1
-        return await self._open()
+        return self._open_for(exchange, request)
 
     def keep(self, connection: Connection) -> bool:
         """Take a connection whose exchange is over; False if there is no room for it."""
@@ -144,24 +158,20 @@ class Pool:
             self._idle.remove(connection)
             self._retired += 1
 
-    def _take(self) -> Connection | None:
-        idle = self._idle
-        if not idle:
-            return None
-        now_s = asyncio.get_running_loop().time()
-        if idle[-1].has_expired(now_s):  # the youngest, hence all
-            self._retire(now_s)
-            return None
-        self._reused += 1
-        return idle.pop()
+    def _open_for(self, exchange: Exchange, request: Request) -> "asyncio.Task[None]":
+        return asyncio.get_running_loop().create_task(self._send_fresh(exchange, request))
+
+    async def _send_fresh(self, exchange: Exchange, request: Request) -> None:
+        try:
+            connection = await self._open()
+        except RouterError as error:
+            exchange.fail(error)
+        else:
+            connection.start(exchange, request)
 
     async def _open(self) -> Connection:
         limits = self.limits
-        if self._is_closed:
-            raise ConnectFailed(f"the connections to {self.origin} have been closed")
-        if len(self._connections) >= limits.max_connections:  # I9
-            self._exhausted += 1
-            raise PoolExhausted(f"{self.origin} has {limits.max_connections} connections, its limit")
+        self._check_room()
         connection = Connection(
             self,
             str(self.origin),
@@ -179,6 +189,13 @@ class Pool:
             raise UpstreamClosed(f"{self.origin} closed the connection before the request was sent")
         self._opened += 1
         return connection
+
+    def _check_room(self) -> None:
+        if self._is_closed:
+            raise ConnectFailed(f"the connections to {self.origin} have been closed")
+        if len(self._connections) >= self.limits.max_connections:  # I9
+            self._exhausted += 1
+            raise PoolExhausted(f"{self.origin} has {self.limits.max_connections} connections, its limit")
 
     async def _connect(self, connection: Connection) -> None:
         origin = self.origin

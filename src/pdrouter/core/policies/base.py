@@ -9,9 +9,12 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from pdrouter.core.decision import Why
+from pdrouter.core.drains import DrainRates
 from pdrouter.core.fleet import Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import EndpointLoad, RankLoad
+from pdrouter.core.request import RequestFacts
+from pdrouter.core.work import WorkIndex
 
 Candidate = EndpointLoad | RankLoad
 
@@ -27,25 +30,45 @@ class RandomSource(Protocol):
         ...
 
 
+class Ancestors(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the policies that come from other routers; ``config.py`` says what they mean."""
+
+    load_aware_generation: int
+    minimum_tokens_published: bool
+    cache_threshold: float
+    balance_abs_threshold: float
+    balance_rel_threshold: float
+    max_idle_s: float
+    assignment_mode: str
+    bucket_adjust_interval_s: float
+
+
 class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What policies are made of: their source of chance and their settings."""
 
     chance: RandomSource
     load_aware_spread_requests: float
     load_aware_sigma: float
+    work: WorkIndex
+    drains: DrainRates
+    ancestors: Ancestors
 
 
 class Question(msgspec.Struct, frozen=True):
     """What is to be placed.
 
     ``scope`` names the set that is chosen from (a role, an endpoint), so that turns are taken within it.
-    ``prompt_tokens`` is the whole prompt, ``cached_tokens`` what ranks hold of it (prefill only).
+    ``prompt_tokens`` is the whole prompt, ``cached_tokens`` what ranks hold of it (prefill only), ``output_tokens`` the
+    answer expected, ``facts`` what else is known of the request.
     """
 
     scope: tuple[str, ...]
     role: Role
     prompt_tokens: int
     cached_tokens: Mapping[RankKey, int]
+    output_tokens: float
+    now_s: float
+    facts: RequestFacts = RequestFacts(request_id="", prompt_tokens=0)
 
 
 class Pick(msgspec.Struct, frozen=True):

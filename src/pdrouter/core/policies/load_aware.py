@@ -1,19 +1,20 @@
 """``load_aware``: AIBrix's load-aware choice of prefill and decode endpoints, as published.
 
 Source: vllm-project/aibrix #1601, for RFC #1600. Requests are counted, not tokens. What the publication counted on the
-decode side only is counted here on the endpoint that does the work.
+decode side only is counted here on the endpoint that does the work. Generation 2
+is ``load_aware_pairs.py``.
 
 Cost: a scan over the ready endpoints of one role and model (mean and deviation).
 """
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
 from typing import ClassVar
 
 from pdrouter.core.decision import Why
 from pdrouter.core.fleet import Role
-from pdrouter.core.load import EndpointLoad
 from pdrouter.core.policies.base import Candidate, Pick, PolicyOptions, Question
+from pdrouter.core.policies.measures import held_tokens, minima
+from pdrouter.core.policies.scores import allowed_counts
 
 
 class LoadAware:
@@ -30,11 +31,11 @@ class LoadAware:
         """Return the endpoint that the published rules choose."""
         counts = [c.comparable_requests for c in candidates]
         if question.role is Role.DECODE:
-            return self._one_of(_minima(counts), "fewest running requests", candidates, counts)
+            return self._one_of(minima(counts), "fewest running requests", candidates, counts)
         if max(counts) - min(counts) > self._spread:
             rule = "prefill imbalance: fewest running requests"
-            return self._one_of(_minima(counts), rule, candidates, counts, is_notable=True)
-        matched = [_held_tokens(question, c) for c in candidates]
+            return self._one_of(minima(counts), rule, candidates, counts, is_notable=True)
+        matched = [held_tokens(question, c) for c in candidates]
         if any(matched):
             index = self._best_match(matched, counts)
             if index is not None:
@@ -47,7 +48,7 @@ class LoadAware:
 
     def _best_match(self, matched: Sequence[int], counts: Sequence[float]) -> int | None:
         """Return the best match with at most mean + sigma * (sample) deviation requests."""
-        limit = fmean(counts) + self._sigma * (stdev(counts) if len(counts) > 1 else 0.0)
+        limit = allowed_counts(counts, self._sigma)
         allowed = [i for i, count in enumerate(counts) if matched[i] and count <= limit]
         best = min(((-matched[i], counts[i]) for i in allowed), default=None)
         ties = [i for i in allowed if (-matched[i], counts[i]) == best]
@@ -64,16 +65,3 @@ class LoadAware:
     ) -> Pick:
         index = indexes[self._chance.randrange(len(indexes))]
         return Pick(index, Why(self.name, rule, candidates, counts, is_notable))
-
-
-def _minima(counts: Sequence[float]) -> list[int]:
-    least = min(counts)
-    return [i for i, count in enumerate(counts) if count == least]
-
-
-def _held_tokens(question: Question, candidate: Candidate) -> int:
-    """Return how much of the prompt the candidate's best rank holds."""
-    keys = [r.key for r in candidate.ranks] if isinstance(candidate, EndpointLoad) else [candidate.key]
-    if isinstance(candidate, EndpointLoad):
-        keys.append(candidate.unassigned.key)
-    return max(question.cached_tokens.get(key, 0) for key in keys)

@@ -2,7 +2,8 @@
 
 Grew from the SGLang router's minimum-token choice of a data-parallel rank (sgl-project/sglang #13208). Here a rank's
 tokens are its effective load and, for prefill, the part of this prompt that it doesn't hold in its cache; an endpoint
-is worth its best rank, so that endpoint and rank are one choice over all ranks.
+is worth its best rank, so that endpoint and rank are one choice over all ranks. ``minimum_tokens_published.py`` is the
+original rule.
 
 Cost: a scan over the ranks of the ready endpoints of one role and model.
 """

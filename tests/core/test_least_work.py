@@ -1,0 +1,265 @@
+"""The search for the least work against a full scan, and what it means for traffic."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrouter.core import events
+from pdrouter.core.cost import NEUTRAL, Profile
+from pdrouter.core.decision import Decision
+from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.ledger import RankKey
+from pdrouter.core.load import RankReport
+from pdrouter.core.policies.base import Question
+from pdrouter.core.policies.least_work import LeastWork, decode_cost_s, prefill_cost_s
+from pdrouter.core.router import Router
+
+from .builders import decide, decode, facts, make_options, make_policy_options, make_router, prefill, regular
+
+SLOW = msgspec.structs.replace(NEUTRAL, prefill_token_s=NEUTRAL.prefill_token_s * 3, step_base_s=0.03)
+TOGETHER = msgspec.structs.replace(NEUTRAL, steps_together=True)
+SMALL = msgspec.structs.replace(NEUTRAL, kv_capacity_tokens=3000, max_batch=2)
+PROFILES: Mapping[str, Profile] = {"slow": SLOW, "together": TOGETHER, "small": SMALL}
+
+
+def make_least(endpoints: list[Endpoint]) -> Router:
+    """Return a router that places by least work."""
+    return make_router(endpoints, make_options(policy="least_work", profiles=PROFILES))
+
+
+def search_of(router: Router) -> LeastWork:
+    """Return the policy over a router's own index."""
+    return LeastWork(msgspec.structs.replace(make_policy_options(1), work=router.work))
+
+
+def scan_pairs(router: Router, question: Question) -> float:
+    """Return the least cost over all pairs of ready ranks that may be paired, each looked at."""
+    workers = [w for w in router.work.workers.values() if router.fleet.is_ready(w.load.key.endpoint)]
+    prefills = [w for w in workers if w.site.endpoint.role is Role.PREFILL]
+    decodes = [w for w in workers if w.site.endpoint.role is Role.DECODE]
+    costs = [
+        prefill_cost_s(question, p) + decode_cost_s(question, d)
+        for p in prefills
+        for d in decodes
+        if p.site.endpoint.pairs_with(d.site.endpoint)
+    ]
+    return min(costs, default=float("inf"))
+
+
+PROFILE_NAMES = st.sampled_from([None, "slow", "together", "small"])
+
+
+@st.composite
+def routers(draw: st.DrawFn) -> Router:
+    """Return a fleet with a past: groups, profiles, live legs, reports, learned speeds, some not ready."""
+    groups = [f"g{n}" for n in range(draw(st.integers(1, 4)))]
+    endpoints: list[Endpoint] = []
+    for number in range(draw(st.integers(2, 8))):
+        make = draw(st.sampled_from([prefill, decode]))
+        endpoints.append(
+            make(
+                f"e{number}",
+                dp_size=draw(st.integers(1, 4)),
+                group=draw(st.sampled_from(groups)),
+                profile=draw(PROFILE_NAMES),
+            )
+        )
+    router = make_least(endpoints)
+    now_s = 0.0
+    live: list[Decision] = []
+    for _ in range(draw(st.integers(0, 25))):
+        now_s += draw(st.sampled_from([0.0, 0.01, 0.5]))
+        action = draw(st.sampled_from(["decide", "decide", "decide", "first", "settle", "report", "ready", "speed"]))
+        if action == "decide":
+            placed = router.decide(
+                facts(draw(st.integers(1, 4000)), max_output_tokens=draw(st.integers(1, 500))), now_s
+            )
+            if isinstance(placed, Decision):
+                live.append(placed)
+        elif action == "first" and live:
+            router.observe(events.FirstTokenSeen(draw(st.sampled_from(live))), now_s)
+        elif action == "settle" and live:
+            router.settle(live.pop(draw(st.integers(0, len(live) - 1))), now_s)
+        elif action == "report":
+            endpoint = draw(st.sampled_from(list(router.fleet)))
+            ranks = [
+                RankReport(r, draw(st.integers(0, 5000)), draw(st.integers(0, 5))) for r in range(endpoint.dp_size)
+            ]
+            router.observe(events.LoadReported(endpoint.address, ranks, now_s), now_s)
+        elif action == "ready":
+            endpoint = draw(st.sampled_from(list(router.fleet)))
+            router.observe(events.ReadinessChanged(endpoint.address, draw(st.sampled_from([None, "out"]))), now_s)
+        elif action == "speed":
+            site = router.work.sites[draw(st.sampled_from(list(router.work.sites)))]
+            for _ in range(60):
+                site.speed.saw_prefill(1000, 0, draw(st.sampled_from([0.02, 0.05, 0.2])))
+    router.now_s = now_s  # type: ignore[attr-defined]
+    return router
+
+
+@pytest.mark.invariant("I6")
+@given(
+    router=routers(),
+    prompt_tokens=st.integers(1, 20_000),
+    output_tokens=st.integers(1, 2000),
+    held=st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 3)), st.integers(1, 20_000), max_size=5),
+)
+def test_the_search_finds_what_a_full_scan_finds(
+    router: Router, prompt_tokens: int, output_tokens: int, held: dict[tuple[int, int], int]
+) -> None:
+    """Whatever the fleet, its loads, groups, prefixes and speeds are."""
+    cached = {RankKey(f"e{e}", r): min(tokens, prompt_tokens - 1) for (e, r), tokens in held.items()}
+    now_s: float = router.now_s  # type: ignore[attr-defined]
+    question = Question(("x",), Role.PREFILL, prompt_tokens, cached, float(output_tokens), now_s)
+    offer = search_of(router).choose_pair(question, None)
+    best_s = scan_pairs(router, question)
+    if offer is None:
+        assert best_s == float("inf")
+        return
+    assert offer.cost_s == pytest.approx(best_s)
+    assert offer.prefill is not None
+    router.fleet.check_pair(offer.prefill.worker.site.endpoint, offer.decode.worker.site.endpoint)
+
+
+@pytest.mark.parametrize("groups", [2, 200])
+def test_the_search_finds_the_best_of_few_and_of_many_groups(groups: int) -> None:
+    """Bound by bound, or in the order in which pools are free."""
+    rng = random.Random(groups)
+    fleet = [
+        make(f"{make.__name__}{n}", group=f"g{n}", profile=rng.choice([None, None, "slow"]))
+        for make in (prefill, decode)
+        for n in range(groups)
+    ]
+    router = make_least(fleet)
+    for number in range(3 * groups):
+        placed = decide(router, facts(rng.randrange(1, 3000)), number / 1000)
+        if number % 3 == 0:
+            router.observe(events.FirstTokenSeen(placed), number / 1000)
+        question = Question(("x",), Role.PREFILL, rng.randrange(1, 5000), {}, 100.0, number / 1000)
+        if number % 10 == 0:
+            offer = search_of(router).choose_pair(question, None)
+            assert offer is not None
+            assert offer.cost_s == pytest.approx(scan_pairs(router, question))
+
+
+def test_a_pool_without_one_side_is_left_out() -> None:
+    """Nobody to pair with, nobody at all, and prefixes held by those that left."""
+    cached = {RankKey("gone", 0): 50, RankKey("lonely", 0): 50}
+    question = Question(("x",), Role.PREFILL, 100, cached, 10.0, 0.0)
+    router = make_least([prefill("lonely", group="a"), decode("d", group="b"), decode("e", group="c")])
+    assert search_of(router).choose_pair(question, None) is None
+    assert search_of(make_least([prefill("lonely")])).choose_pair(question, None) is None
+    assert search_of(make_least([])).choose_regular(question, None) is None
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5000), st.integers(1, 500))
+def test_the_search_for_a_regular_rank_finds_what_a_scan_finds(chance: int, prompt: int, output: int) -> None:
+    """Prefill and decode of one rank together."""
+    rng = random.Random(chance)
+    router = make_least([regular(f"e{n}", dp_size=2, profile=rng.choice([None, "slow", "small"])) for n in range(4)])
+    for _ in range(rng.randrange(20)):
+        placed = decide(router, facts(rng.randrange(1, 3000)), rng.random() / 100)
+        if rng.random() < 0.5:
+            router.observe(events.FirstTokenSeen(placed), 0.02)
+    question = Question(("x",), Role.REGULAR, prompt, {RankKey("e1", 0): prompt // 2}, float(output), 0.03)
+    offer = search_of(router).choose_regular(question, None)
+    assert offer is not None
+    best_s = min(prefill_cost_s(question, w) + decode_cost_s(question, w) for w in router.work.workers.values())
+    assert offer.cost_s == pytest.approx(best_s)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 2)])
+def test_a_burst_is_spread_evenly(shape: tuple[int, int]) -> None:
+    """256 requests over 4 idle equal ranks land 64 on each, on both sides."""
+    count, dp_size = shape
+    fleet: list[Endpoint] = [
+        make(f"{make.__name__}{n}", dp_size=dp_size) for make in (prefill, decode) for n in range(count)
+    ]
+    router = make_least(fleet)
+    placed = [decide(router, facts(1000), 0.0) for _ in range(256)]
+    for side in ("prefill", "decode"):
+        landed = Counter(getattr(d, side).reservation.account.key for d in placed)
+        assert sorted(landed.values()) == [64] * 4
+
+
+def test_a_slow_endpoint_gets_less() -> None:
+    """Work goes where it takes the least time: three times as slow, about a third of the prompts."""
+    router = make_least([prefill("fast"), prefill("slow", profile="slow"), decode("d", dp_size=4)])
+    landed = Counter(decide(router, facts(4000), 0.0).prefill.endpoint.address for _ in range(100))  # type: ignore[union-attr]
+    assert 20 <= landed["slow"] <= 35
+
+
+def test_a_learned_slowness_counts() -> None:
+    """An endpoint that takes three times what its profile says is treated so."""
+    router = make_least([prefill("a"), prefill("b"), decode("d", dp_size=4)])
+    for _ in range(60):
+        router.work.sites["b"].speed.saw_prefill(4000, 0, 0.6)
+    landed = Counter(decide(router, facts(4000), 0.0).prefill.endpoint.address for _ in range(100))  # type: ignore[union-attr]
+    assert 15 <= landed["b"] <= 35
+
+
+def test_a_hot_prefix_spreads_as_its_traffic_needs() -> None:
+    """Requests with one prefix stay on one rank while that is quicker than reading it elsewhere; a flood uses more."""
+    blocks = tuple(range(100))
+    for gap_s, least, most in ((0.05, 1, 1), (0.004, 2, 6)):
+        router = make_least([prefill("p", dp_size=8), decode("d", dp_size=8)])
+        ranks: Counter[int | None] = Counter()
+        for number in range(60):
+            now_s = number * gap_s + (0.3 if number else 0.0)
+            placed = decide(router, facts(4100, prefix_blocks=blocks, block_tokens=40.0), now_s)
+            assert placed.prefill is not None
+            ranks[placed.prefill.rank] += 1
+            if number == 0:
+                router.observe(events.FirstTokenSeen(placed), 0.2)
+        assert least <= len(ranks) <= most, ranks
+
+
+def test_the_second_of_a_burst_sees_where_the_first_went() -> None:
+    """A prefix counts as held from the moment of dispatch: waiting for the rank that reads it beats reading it anew."""
+    router = make_least([prefill("p", dp_size=4), decode("d")])
+    request = facts(9000, prefix_blocks=tuple(range(200)), block_tokens=44.0)
+    first, second = decide(router, request, 0.0), decide(router, request, 0.1)
+    assert first.prefill is not None
+    assert second.prefill is not None
+    assert first.prefill.rank == second.prefill.rank
+    assert second.prefix_tokens == 8800
+
+
+def test_kv_that_doesnt_fit_goes_elsewhere() -> None:
+    """A decode rank whose KV is full costs the time until it isn't."""
+    router = make_least([prefill("p"), decode("small", profile="small"), decode("large")])
+    router.observe(events.LoadReported("large", [RankReport(0, 2000.0, 1.0)], 0.0), 0.0)
+    placed = decide(router, facts(2900, max_output_tokens=200), 0.0)
+    assert placed.decode.endpoint.address == "large"
+
+
+def test_work_of_others_counts() -> None:
+    """What a report shows beyond our own work is waited for."""
+    router = make_least([prefill("a"), prefill("b"), decode("d")])
+    router.observe(events.LoadReported("a", [RankReport(0, 50_000.0, 3.0)], 0.0), 0.0)
+    router.observe(events.LoadReported("b", [RankReport(0, 0.0, 0.0)], 0.0), 0.0)
+    landed = {decide(router, facts(100), 0.0).prefill.endpoint.address for _ in range(10)}  # type: ignore[union-attr]
+    assert landed == {"b"}
+
+
+def test_the_index_is_empty_handed_at_the_end() -> None:
+    """When all is settled no rank has work left, and heaps hold one entry a rank."""
+    router = make_least([prefill("p", dp_size=4), decode("d", dp_size=4)])
+    placed = [decide(router, facts(1000), 0.0) for _ in range(500)]
+    for number, decision in enumerate(placed):
+        if number % 2:
+            router.observe(events.FirstTokenSeen(decision), 1.0)
+            router.observe(events.TokensGenerated(decision, 10), 1.5)
+        router.settle(decision, 2.0)
+    for worker in router.work.workers.values():
+        assert worker.queued_s == 0.0
+        assert worker.share_s == 0.0
+        tier = worker.prefill_tier or worker.decode_tier
+        assert tier is not None
+        assert len(tier.heap) == 4
+        assert tier.heap.left_behind <= 4 + 64

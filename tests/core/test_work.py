@@ -1,0 +1,137 @@
+"""What ranks have still to do: projections, places in the heaps, what stays over descriptions."""
+
+import pytest
+
+from pdrouter.core import events
+from pdrouter.core.cost import NEUTRAL, prefill_s
+from pdrouter.core.ledger import RankKey
+from pdrouter.core.load import RankReport
+from pdrouter.core.router import Router
+from pdrouter.core.work import Worker
+
+from .builders import decide, decode, facts, make_options, make_router, prefill, regular
+
+READ_S = prefill_s(NEUTRAL, 1000, 0)
+
+
+def make_least() -> Router:
+    """Return a router over one prefill rank and one decode rank, by least work."""
+    return make_router([prefill("p"), decode("d")], make_options(policy="least_work"))
+
+
+def worker_of(router: Router, address: str = "p", rank: int = 0) -> Worker:
+    """Return one rank."""
+    return router.work.workers[RankKey(address, rank)]
+
+
+def test_a_queue_is_projected() -> None:
+    """Each prompt takes its time behind those before it, from when the rank is there for it."""
+    router = make_least()
+    first = decide(router, facts(1000), 10.0)
+    assert worker_of(router).free_at_s == pytest.approx(10 + READ_S)
+    decide(router, facts(1000), 10.01)
+    assert worker_of(router).free_at_s == pytest.approx(10 + 2 * READ_S)
+    router.observe(events.FirstTokenSeen(first), 10.03)
+    assert worker_of(router).free_at_s == pytest.approx(10.03 + READ_S)
+
+
+def test_a_report_doesnt_begin_the_work_anew() -> None:
+    """What a rank has been reading for a while is partly done; a rank that is late is free now at the earliest."""
+    router = make_least()
+    decide(router, facts(1000), 10.0)
+    for now_s, free_at_s in ((10.02, 10 + READ_S), (11.0, 11.0)):
+        router.observe(events.LoadReported("p", [RankReport(0, 1000.0, 1.0)], now_s - 0.01), now_s)
+        assert worker_of(router).free_at_s == pytest.approx(free_at_s)
+
+
+def test_a_prompt_that_is_given_up_needs_no_time() -> None:
+    """Its rank goes on with the next; what it is reading isn't begun anew."""
+    router = make_least()
+    decide(router, facts(1000), 10.0)
+    second = decide(router, facts(1000), 10.0)
+    router.settle(second, 10.01)
+    assert worker_of(router).free_at_s == pytest.approx(10 + READ_S)
+
+
+def test_work_of_others_is_waited_for_until_its_report_is_old() -> None:
+    """It is added to ours, and forgotten with the report."""
+    router = make_least()
+    router.observe(events.LoadReported("p", [RankReport(0, 50_000.0, 5.0)], 1.0), 1.0)
+    assert worker_of(router).free_at_s > 2.0
+    decide(router, facts(10), 100.0)
+    assert worker_of(router).free_at_s < 100.1
+
+
+def test_a_description_keeps_queue_and_speed() -> None:
+    """An endpoint that tells more of itself has the same work to do; one with another profile is learned anew."""
+    router = make_least()
+    decide(router, facts(1000), 10.0)
+    speed = router.work.sites["p"].speed
+    router.observe(events.EndpointDescribed(prefill("p", dp_size=3, version="1")), 10.0)
+    assert worker_of(router).free_at_s == pytest.approx(10 + READ_S)
+    assert worker_of(router, rank=2).free_at_s == 0.0
+    assert router.work.sites["p"].speed is speed
+
+
+def test_endpoints_come_and_go() -> None:
+    """Those that are out aren't found, those that left aren't kept, and legs that still run on them end quietly."""
+    router = make_least()
+    placed = decide(router, facts(3000), 0.0)
+    router.observe(events.ReadinessChanged("p", "out"), 0.0)
+    assert worker_of(router).prefill is None
+    router.observe(events.ReadinessChanged("p", None), 0.0)
+    assert worker_of(router).prefill is not None
+    for address in ("p", "d", "never"):
+        router.observe(events.EndpointLeft(address), 0.0)
+        router.observe(events.ReadinessChanged(address, None), 0.0)
+    assert not router.work.workers
+    assert not list(router.work.domains(None, regular=False))
+    router.observe(events.FirstTokenSeen(placed), 1.0)
+    router.observe(events.TokensGenerated(placed, 5), 1.0)
+    router.observe(events.UsageSeen(placed, 3000, 100, 100), 2.0)
+    router.settle(placed, 2.0)
+    router.observe(events.LoadReported("p", [RankReport(0, 1.0, 1.0)], 2.0), 2.0)
+
+
+def test_models_stand_apart() -> None:
+    """A request for a model is placed on its ranks; without a model all are looked at."""
+    fleet = [make(f"{make.__name__}-{m}", model=m) for make in (prefill, decode, regular) for m in "ab"]
+    router = make_router(fleet, make_options(policy="least_work"))
+    for model in "ab":
+        placed = decide(router, facts(model=model), 0.0)
+        assert placed.prefill is not None
+        assert placed.prefill.endpoint.model == placed.decode.endpoint.model == model
+    assert len(list(router.work.domains(None, regular=True))) == 2
+    assert not list(router.work.domains("c", regular=True))
+    decide(router, facts(), 0.0)
+
+
+def test_answers_teach_the_pace_of_steps() -> None:
+    """A rank whose steps take three times what its profile says gets into another tier; short answers teach nothing."""
+    router = make_least()
+    for tokens, seconds in ((4, 9.0), *[(101, 100 * 0.03)] * 60):
+        placed = decide(router, facts(100), 0.0)
+        router.observe(events.FirstTokenSeen(placed), 0.0)
+        router.observe(events.UsageSeen(placed, 100, tokens, tokens), seconds)
+        router.settle(placed, seconds)
+    assert router.work.sites["d"].speed.decode_factor == pytest.approx(3, rel=0.1)
+    tier = worker_of(router, "d").decode_tier
+    assert tier is not None
+    assert 2.4 < tier.pace.factor < 3.6
+    assert len(router.work.sites["d"].domain.decode_paces) == 1
+
+
+def test_long_prompts_alone_teach_the_pace_of_prefill() -> None:
+    """Short ones and queued ones don't: what stands around them is most of their time."""
+    router = make_least()
+    placed = [decide(router, facts(tokens), 0.0) for tokens in (100, 4000)]
+    for decision in placed:
+        router.observe(events.FirstTokenSeen(decision), 50.0)
+        router.settle(decision, 50.0)
+    assert router.work.sites["p"].speed.prefill_factor == 1.0
+    for number in range(60):
+        now_s = 100.0 + number
+        decision = decide(router, facts(4000), now_s)
+        router.observe(events.FirstTokenSeen(decision), now_s + 2 * prefill_s(NEUTRAL, 4000, 0))
+        router.settle(decision, now_s + 0.6)
+    assert router.work.sites["p"].speed.prefill_factor == pytest.approx(2, rel=0.05)

@@ -75,9 +75,7 @@ def make_router(ranks: int, groups: int, policy: str) -> Router:
 
 def fill_prefixes(router: Router, rng: random.Random) -> None:
     """Bring the prefix index to its bound."""
-    keys = [
-        RankKey(e.address, rank) for e in router.fleet if e.role is Role.PREFILL for rank in range(e.dp_size)
-    ]
+    keys = [RankKey(e.address, rank) for e in router.fleet if e.role is Role.PREFILL for rank in range(e.dp_size)]
     while not router.prefixes.evictions:
         router.prefixes.insert([rng.getrandbits(62) for _ in range(256)], rng.choice(keys))
 

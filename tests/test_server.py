@@ -13,7 +13,7 @@ import pytest
 
 from pdrouter import server
 from pdrouter.config import Settings
-from pdrouter.server import running
+from pdrouter.server import router_options, running
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
 from tests.lab import CHAT, Reply, chat, get, make_settings, post, start, until
 
@@ -270,3 +270,18 @@ def test_a_signal_during_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank_policy"),
+    [
+        ({}, "least_work"),
+        ({"policy": "load_aware"}, "minimum_tokens"),
+        ({"policy": "round_robin", "rank_policy": "random"}, "random"),
+        ({"dp_minimum_tokens_scheduler": True}, "minimum_tokens"),
+        ({"rank_fields": "none", "rank_policy": "minimum_tokens"}, "engine"),
+    ],
+)
+def test_the_rank_policy_follows_the_policy(flags: dict[str, object], rank_policy: str) -> None:
+    """Unless it is set; where ranks aren't told, the engine chooses them."""
+    assert router_options(Settings(**flags)).rank_policy == rank_policy  # type: ignore[arg-type]

@@ -119,8 +119,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "How a prefill endpoint is chosen; unset: as policy says.")] = None
     decode_policy: Annotated[PolicyName | str | None, setting("Routing",
         "How a decode endpoint is chosen; unset: as policy says.")] = None
-    rank_policy: Annotated[RankPolicyName, setting("Routing",
-        "How a data-parallel rank is chosen; engine leaves it to the engine.")] = "least_work"
+    rank_policy: Annotated[RankPolicyName | None, setting("Routing",
+        "How a data-parallel rank is chosen; engine leaves it to the engine; unset: least_work with policy "
+        "least_work, else minimum_tokens.")] = None
     dp_minimum_tokens_scheduler: Annotated[bool, setting("Routing",
         "Short for rank_policy minimum_tokens.")] = False
     rank_fields: Annotated[RankFields, setting("Routing",
@@ -240,7 +241,7 @@ class DemoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speed: Annotated[float, setting("Demo",
         "How many times faster than life engines and arrivals are.", unit="times", low=0.01, high=1000)] = 1.0
     policy: Annotated[PolicyName, setting("Demo",
-        "How an endpoint is chosen in the first run.")] = "minimum_tokens"
+        "How an endpoint is chosen in the first run.")] = "least_work"
     compare: Annotated[bool, setting("Demo",
         "A second run with round_robin and no rank choice, and both side by side.")] = True
     plain: Annotated[bool | None, setting("Demo",

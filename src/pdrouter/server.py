@@ -29,6 +29,8 @@ from pdrouter.core.cost import NEUTRAL, profile_from
 from pdrouter.core.events import EndpointJoined
 from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
 from pdrouter.core.policies.base import Ancestors
+from pdrouter.core.policies.least_work import LeastWork
+from pdrouter.core.policies.minimum_tokens import MinimumTokens
 from pdrouter.core.router import Router, RouterOptions
 from pdrouter.core.shadow import ShadowOptions
 from pdrouter.engines.base import Engine
@@ -225,7 +227,7 @@ def _url(sock: socket.socket) -> str:
 def router_options(settings: Settings) -> RouterOptions:
     """Return the settings of the core."""
     profiles = {name: profile_from(entry) for name, entry in profile_entries().items()}
-    rank_policy = ENGINE if settings.rank_fields == "none" else settings.rank_policy
+    rank_policy = _rank_policy(settings)
     return RouterOptions(
         policy=settings.policy,
         prefill_policy=settings.prefill_policy or settings.policy,
@@ -258,6 +260,14 @@ def _plugins(settings: Settings) -> PolicyTable:
     """
     names = {settings.policy, settings.prefill_policy, settings.decode_policy, settings.shadow_policy} - {None}
     return {} if names <= POLICIES.keys() else cast("PolicyTable", load_policies(POLICIES))
+
+
+def _rank_policy(settings: Settings) -> str:
+    if settings.rank_fields == "none":
+        return ENGINE
+    if settings.dp_minimum_tokens_scheduler:
+        return MinimumTokens.name
+    return settings.rank_policy or (LeastWork.name if settings.policy == LeastWork.name else MinimumTokens.name)
 
 
 def _shadow_options(settings: Settings, rank_policy: str) -> ShadowOptions | None:

@@ -114,8 +114,8 @@ def test_only_the_last_are_kept() -> None:
         reject(router, facts(request_id=str(n), decode_rank=9), float(n))
     known = [n for n in range(7) if router.journal.story(str(n), 9.0)]
     assert (known, router.journal.dropped) == ([2, 3, 5, 6], 3)
-    router.settle(decisions[0], 9.0)
     router.settle(decisions[2], 9.0)
+    router.settle(decisions[0], 9.0)
     assert (told(router, "2").outcome, router.journal.story("0", 9.0)) == ("answered", [])
 
 

@@ -94,7 +94,7 @@ def test_both_runs() -> None:
         last = LAST_OK.fullmatch(run.lines[-1])
         assert last, "\n".join(run.lines)
         assert int(last[1]) >= 60
-        assert any("minimum_tokens" in line and "round_robin" in line for line in run.lines)
+        assert any("least_work" in line and "round_robin" in line for line in run.lines)
         assert not run.family()
 
 

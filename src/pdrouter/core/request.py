@@ -16,8 +16,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     where nothing can be learned from a count: ids, images, batches).
     ``prefix_blocks`` are the chained block hashes of the prompt (``core/prefix.py``), ``block_tokens`` the estimated
     tokens in one block. ``prefill_rank`` and ``decode_rank`` are the ranks that the client asked for,
-    ``max_output_tokens`` the limit that it set for each answer. ``routing_key`` and ``client_key`` are hashes of the key
-    that the client gave, and of that or else what tells the client.
+    ``max_output_tokens`` the limit that it set for each answer. ``routing_key`` and ``client_key`` are hashes of the
+    key that the client gave, and of that or else what tells the client.
     """
 
     request_id: str

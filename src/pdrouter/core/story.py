@@ -10,13 +10,14 @@ import msgspec
 
 from pdrouter.core.chooser import Spot
 from pdrouter.core.decision import Decision, Placement, Usage, Why
+from pdrouter.core.fleet import Endpoint
 from pdrouter.core.ledger import LegKind
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.shadow import Shadowed
 from pdrouter.errors import RouterError
 
-KeptLeg = tuple[LegKind, str, int | None, float | None, Why, Why]
-"""Where a leg ran: its kind, address, rank, the age of its rank's report, why that endpoint and why that rank."""
+KeptLeg = tuple[LegKind, Endpoint, int | None, float | None, Why, Why]
+"""Where a leg ran: its kind, endpoint, rank, the age of its rank's report, why that endpoint and why that rank."""
 
 KeptShadow = tuple[str, str, str | None, tuple[KeptLeg, ...]]
 """What a policy that looked on would have chosen: its name, how that compares, why it chose nothing, the legs."""
@@ -25,7 +26,7 @@ KeptShadow = tuple[str, str, str | None, tuple[KeptLeg, ...]]
 class Life(msgspec.Struct, frozen=True, gc=False):
     """A request's life in plain values.
 
-    ``number`` is 0 and ``legs`` is empty where it wasn't placed. ``settled_at_s`` is ``None`` while it lives; ``code``
+    ``number`` is 0 and there are no legs where it wasn't placed. ``settled_at_s`` is ``None`` while it lives; ``code``
     and ``message`` are those of its failure. ``generated_tokens`` is what the ledger was told of.
     """
 
@@ -34,7 +35,8 @@ class Life(msgspec.Struct, frozen=True, gc=False):
     model: str | None
     prompt_tokens: int
     prefix_tokens: int
-    legs: tuple[KeptLeg, ...]
+    prefill: KeptLeg | None
+    decode: KeptLeg | None
     decided_at_s: float
     first_token_at_s: float | None
     grown_at_s: float | None
@@ -126,7 +128,8 @@ def life_of(decision: Decision, error: RouterError | None, settled_at_s: float |
         facts.model,
         facts.prompt_tokens,
         decision.prefix_tokens,
-        (_leg(decode),) if prefill is None else (_leg(prefill), _leg(decode)),
+        None if prefill is None else _leg(prefill),
+        _leg(decode),
         decision.decided_at_s,
         decision.first_token_at_s,
         decision.grown_at_s,
@@ -147,7 +150,8 @@ def turned_away(facts: RequestFacts, error: RouterError, now_s: float) -> Life:
         model=facts.model,
         prompt_tokens=facts.prompt_tokens,
         prefix_tokens=0,
-        legs=(),
+        prefill=None,
+        decode=None,
         decided_at_s=now_s,
         first_token_at_s=None,
         grown_at_s=None,
@@ -162,14 +166,11 @@ def turned_away(facts: RequestFacts, error: RouterError, now_s: float) -> Life:
 
 def _leg(place: Placement) -> KeptLeg:
     endpoint_why, rank_why = place.endpoint_why, place.rank_why
-    return (
-        place.kind,
-        place.endpoint.address,
-        place.rank,
-        place.report_age_s,
-        endpoint_why.detached() if endpoint_why.candidates else endpoint_why,
-        rank_why.detached() if rank_why.candidates else rank_why,
-    )
+    if endpoint_why.candidates:
+        endpoint_why = endpoint_why.detached()
+    if rank_why.candidates:
+        rank_why = rank_why.detached()
+    return (place.kind, place.endpoint, place.rank, place.report_age_s, endpoint_why, rank_why)
 
 
 def _shadow(shadowed: Shadowed) -> KeptShadow:
@@ -180,7 +181,7 @@ def _shadow(shadowed: Shadowed) -> KeptShadow:
 
 def _spot(spot: Spot) -> KeptLeg:
     kind = LegKind(spot.load.endpoint.role.value)
-    return (kind, spot.load.key, spot.rank, None, spot.endpoint_why.detached(), spot.rank_why.detached())
+    return (kind, spot.load.endpoint, spot.rank, None, spot.endpoint_why.detached(), spot.rank_why.detached())
 
 
 def story_of(life: Life, now_s: float) -> Story:
@@ -194,7 +195,7 @@ def story_of(life: Life, now_s: float) -> Story:
         model=life.model,
         prompt_tokens=life.prompt_tokens,
         prefix_tokens=life.prefix_tokens,
-        legs=[_leg_story(leg) for leg in life.legs],
+        legs=[_leg_story(leg) for leg in (life.prefill, life.decode) if leg is not None],
         moments=_moments(life),
         shadow=None if life.shadow is None else _shadow_story(life.shadow),
     )
@@ -206,8 +207,10 @@ def _shadow_story(kept: KeptShadow) -> ShadowStory:
 
 
 def _leg_story(leg: KeptLeg) -> LegStory:
-    kind, address, rank, report_age_s, endpoint_why, rank_why = leg
-    return LegStory(kind.value, address, rank, report_age_s, _explanation(endpoint_why), _explanation(rank_why))
+    kind, endpoint, rank, report_age_s, endpoint_why, rank_why = leg
+    return LegStory(
+        kind.value, endpoint.address, rank, report_age_s, _explanation(endpoint_why), _explanation(rank_why)
+    )
 
 
 def _explanation(why: Why) -> Explanation:
@@ -225,12 +228,12 @@ def _moments(life: Life) -> list[Moment]:
     """Return what happened, in order; a moment that wasn't seen is left out."""
     usage = life.usage
     told: list[tuple[float | None, str]] = [
-        (life.decided_at_s, "decided" if life.legs else "turned away"),
+        (life.decided_at_s, "decided" if life.decode else "turned away"),
         (life.first_token_at_s, "first token"),
         (life.grown_at_s, f"answer grown to {life.generated_tokens} tokens"),
     ]
     if usage is not None:
         told.append((usage.at_s, f"usage: {usage.prompt_tokens} prompt, {usage.completion_tokens} completion tokens"))
-    if life.legs:
+    if life.decode:
         told.append((life.settled_at_s, f"settled: {life.code or 'answered'}"))
     return [Moment(at_s - life.decided_at_s, what) for at_s, what in told if at_s is not None]

@@ -263,3 +263,14 @@ def test_the_index_is_empty_handed_at_the_end() -> None:
         assert tier is not None
         assert len(tier.heap) == 4
         assert tier.heap.left_behind <= 4 + 64
+
+
+def test_a_prefix_that_all_hold_is_seen_on_the_one_that_is_free() -> None:
+    """Of more holders than are looked at one by one, the first free rank counts as what it is."""
+    router = make_least([prefill("p", dp_size=100), decode("d")])
+    blocks = tuple(range(50))
+    for rank in range(100):
+        router.prefixes.insert(blocks, RankKey("p", rank))
+    placed = [decide(router, facts(1000, prefix_blocks=blocks, block_tokens=18.0), 0.0) for _ in range(100)]
+    assert {d.prefix_tokens for d in placed} == {900}
+    assert len({d.prefill.rank for d in placed if d.prefill}) == 100

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from pdrouter.config import PolicyName, RankPolicyName
 from pdrouter.sim.emulator import expected_text, render_chat
@@ -282,3 +283,18 @@ async def test_engine_errors_keep_status_and_body(side: str) -> None:
             assert not faulty.faults.rules
             assert faulty.snapshot().total_requests == 0
             await lab.settled()
+
+
+async def test_every_decision_is_told_at_debug_level() -> None:
+    """Request id, pair, ranks, loads seen and the rule that fired; nothing of it at info."""
+    for level, lines in (("debug", 1), ("info", 0)):
+        async with make_lab(1, 1, log_level=level, policy="minimum_tokens") as lab:
+            with structlog.testing.capture_logs() as told:
+                await lab.post(CHAT, chat("log", 4), {"x-request-id": "told"})
+            decided = [line for line in told if line["event"] == "decided"]
+            assert len(decided) == lines
+            for line in decided:
+                assert line["request_id"] == "told"
+                assert lab.prefills[0].url[7:] in line["prefill"]
+                assert "fewest tokens" in line["decode_why"]
+                assert "rank 0=" in line["prefill_why"]

@@ -126,6 +126,7 @@ class Flight:
 
     def _send(self) -> None:
         owner, decision, inbound = self._owner, self._decision, self._inbound
+        owner.log.decided(decision)
         self._client.listener = self
         owner.deadlines.put(self)
         self._engine = owner.engines[decision.decode.endpoint.engine]

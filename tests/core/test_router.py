@@ -605,3 +605,17 @@ def test_the_rooms_rank_is_the_decisions() -> None:
             assert placement.rank is not None
             key = RankKey(placement.endpoint.address, placement.rank)
             assert placement.reservation.account.key == key
+
+
+def test_usage_is_read_for_some_of_many() -> None:
+    """For all at first, later for about one in eight, whatever turns ranks take."""
+    router = make_router([regular("w")])
+    wanted = []
+    for _ in range(4096):
+        decision = decide(router, facts(10), 1.0)
+        wanted.append(router.wants_usage(decision))
+        router.settle(decision, 1.0)
+    assert all(wanted[:256])
+    for turn in range(4):
+        later = wanted[256 + turn :: 4]
+        assert 0.08 < sum(later) / len(later) < 0.17

@@ -45,11 +45,13 @@ class ChangingHeap(Generic[T]):
 
     def put(self, key: float, item: T) -> Entry[T]:
         """Add an item."""
-        entry = Entry(key, item)
-        self._serial += 1
         self._live += 1
-        heappush(self._heap, (key, self._serial, entry))
-        return entry
+        return self._push(key, item)
+
+    def move(self, entry: Entry[T], key: float) -> Entry[T]:
+        """Give a live entry's item another key, and return its new entry."""
+        entry.is_live = False
+        return self._push(key, entry.item)
 
     def drop(self, entry: Entry[T]) -> None:
         """Pass over an entry from now on."""
@@ -57,6 +59,15 @@ class ChangingHeap(Generic[T]):
             entry.is_live = False
             self._live -= 1
             self._tidy()
+
+    def _push(self, key: float, item: T) -> Entry[T]:
+        entry = Entry(key, item)
+        self._serial += 1
+        heap = self._heap
+        heappush(heap, (key, self._serial, entry))
+        if not heap[0][2].is_live or len(heap) > 2 * self._live + _SLACK:
+            self._tidy()
+        return entry
 
     def first(self) -> Entry[T] | None:
         """Return the live entry with the least key."""

@@ -115,6 +115,17 @@ class RankLoad:
         """``effective_requests``, fair beside ranks of which more is known."""
         return self.effective_requests + (self._peers.requests.value if self._requests_fix is None else 0.0)
 
+    def comparable(self) -> tuple[float, float]:
+        """Return ``comparable_tokens`` and ``comparable_requests`` in one call."""
+        account, tokens_fix, requests_fix = self.account, self._tokens_fix, self._requests_fix
+        if tokens_fix is None:
+            tokens = account.tokens + self._peers.tokens.value
+        else:
+            tokens = account.tokens + tokens_fix.extra - tokens_fix.excess * account.visible_tokens
+        if requests_fix is None:
+            return tokens, account.requests + self._peers.requests.value
+        return tokens, account.requests + requests_fix.extra - requests_fix.excess * account.visible_requests
+
     def join(self, peers: Peers) -> None:
         """Count among other peers from now on; the report in use goes along."""
         self._count_among_peers(-1)

@@ -31,6 +31,12 @@ from pdrouter.core.tokens import TokenEstimator
 from pdrouter.core.work import WorkIndex
 from pdrouter.errors import ModelNotFound, NoReadyPair, RouterError
 
+_EAGER_USAGES, _USAGE_STEP = 256, 8
+"""Usage is learned from for so many decisions, then for one in so many; see benchmarks/proxy.py."""
+
+_SCATTER = 0x9E3779B1
+"""Knuth's multiplier for scattering numbers: 2^32 divided by the golden ratio."""
+
 _MAX_MATCHES = 32
 """Ranks with the longest matches that a decision looks at one by one, whatever their load."""
 
@@ -132,9 +138,11 @@ class Router:
             return Rejection(error)
 
     def _place(self, facts: RequestFacts, model: str | None, now_s: float) -> Decision:
-        role = next((role for role in (Role.PREFILL, Role.REGULAR) if self.fleet.ready(role, model)), None)
-        if role is None:
-            raise NoReadyPair(self.why_nobody(model))
+        role = Role.PREFILL
+        if not self.fleet.ready(role, model):
+            role = Role.REGULAR
+            if not self.fleet.ready(role, model):
+                raise NoReadyPair(self.why_nobody(model))
         question = self._question(role, facts, model, now_s)
         choice = self._chooser.choose(question, model)
         shadowed = None if self.shadow is None else self.shadow.look_on(question, model, choice)
@@ -294,6 +302,14 @@ class Router:
     def estimate_tokens(self, model: str | None, prompt_bytes: int) -> int:
         """Return how many tokens a prompt of so many bytes has."""
         return self.tokens.estimate(self._learning_key(model), prompt_bytes)
+
+    def wants_usage(self, decision: Decision) -> bool:
+        """Whether it is worth reading what an engine counted: for the first decisions, later for some of them.
+
+        Which ones is scattered, so that they don't fall in step with turns that are taken.
+        """
+        number = decision.number
+        return number <= _EAGER_USAGES or not (number * _SCATTER >> 16) % _USAGE_STEP
 
     def tokens_per_event(self, model: str | None) -> float:
         """Return how many tokens one event of a model's streams carries."""

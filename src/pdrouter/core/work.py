@@ -164,6 +164,7 @@ class Pool:
 class Domain:
     """The pools of one model and kind (pairs, or regular endpoints), by the least of their ranks' keys.
 
+    A pool that is alone isn't ranked.
     ``prefill_paces`` and ``decode_paces`` are those that any of its ranks has, for what the fastest would take.
     """
 
@@ -205,7 +206,12 @@ class WorkIndex:
         domain_key = (endpoint.model, endpoint.role is Role.REGULAR)
         domain = self._domains.setdefault(domain_key, Domain(domain_key))
         key = (endpoint.engine, endpoint.kv_transport, endpoint.group)
-        pool = domain.pools.setdefault(key, Pool(key))
+        pool = domain.pools.get(key)
+        if pool is None:
+            pool = domain.pools[key] = Pool(key)
+            for other in domain.pools.values():
+                self._rank_by_free(other, domain)
+                self._rank_by_share(other, domain)
         site = self.sites[endpoint.address] = pool.sites[endpoint.address] = Site(load, pool, domain, profile)
         if known is not None:
             site.inherit(known)
@@ -224,6 +230,8 @@ class WorkIndex:
         del site.pool.sites[address]
         if not site.pool.sites:
             del site.domain.pools[site.pool.key]
+            self._rank_by_free(site.pool, site.domain)
+            self._rank_by_share(site.pool, site.domain)
         if not site.domain.pools:
             del self._domains[site.domain.key]
 
@@ -344,26 +352,25 @@ class WorkIndex:
             self._leave_prefill(worker, site)
             tier = worker.prefill_tier = _join(site.pool.prefill, site.domain.prefill_paces, key)
             site.pool.note_paces()
-        elif worker.prefill is not None:
-            tier.heap.drop(worker.prefill)
-        worker.prefill = tier.heap.put(worker.free_at_s, worker)
-        self._rank_by_free(site.pool, site.domain)
+        old, heap = worker.prefill, tier.heap
+        worker.prefill = heap.put(worker.free_at_s, worker) if old is None else heap.move(old, worker.free_at_s)
+        if len(site.domain.pools) > 1:
+            self._rank_by_free(site.pool, site.domain)
 
     def _place_decode(self, worker: Worker, site: "Site") -> None:
-        profile, load = site.profile, worker.load
-        worker.share_s = (
-            profile.step_request_s * load.comparable_requests + profile.step_kv_token_s * load.comparable_tokens
-        )
+        profile = site.profile
+        tokens, requests = worker.load.comparable()
+        worker.share_s = profile.step_request_s * requests + profile.step_kv_token_s * tokens
         key = (profile, site.speed.decode_class)
         tier = worker.decode_tier
         if tier is None or tier.key != key:
             self._leave_decode(worker, site)
             tier = worker.decode_tier = _join(site.pool.decode, site.domain.decode_paces, key)
             site.pool.note_paces()
-        elif worker.decode is not None:
-            tier.heap.drop(worker.decode)
-        worker.decode = tier.heap.put(worker.share_s, worker)
-        self._rank_by_share(site.pool, site.domain)
+        old, heap = worker.decode, tier.heap
+        worker.decode = heap.put(worker.share_s, worker) if old is None else heap.move(old, worker.share_s)
+        if len(site.domain.pools) > 1:
+            self._rank_by_share(site.pool, site.domain)
 
     def _leave_prefill(self, worker: Worker, site: "Site") -> None:
         if worker.prefill is not None and worker.prefill_tier is not None:
@@ -382,8 +389,9 @@ class WorkIndex:
             self._leave_prefill(worker, site)
             self._leave_decode(worker, site)
         site.pool.note_paces()
-        self._rank_by_free(site.pool, site.domain)
-        self._rank_by_share(site.pool, site.domain)
+        if len(site.domain.pools) > 1:
+            self._rank_by_free(site.pool, site.domain)
+            self._rank_by_share(site.pool, site.domain)
 
     def _rank_by_free(self, pool: Pool, domain: Domain) -> None:
         pool.prefill_entry = _rank(domain.by_free, pool, pool.prefill_entry, pool.first_free_s())

@@ -82,7 +82,7 @@ class Observer:
         self._metrics.decoded(now_s - self._first_at_s)
         if self._events > self._told:
             self._tell_growth(now_s)
-        if self._decision.facts.prompts != 1:
+        if self._decision.facts.prompts != 1 or not self._router.wants_usage(self._decision):
             return
         tail = (self._before[-_TAIL_BYTES:] + self._last)[-_TAIL_BYTES:]
         prompt_tokens = _last_number(_PROMPT_TOKENS, tail)

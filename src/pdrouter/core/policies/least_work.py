@@ -110,11 +110,14 @@ class _PairSearch:
 
     def pools(self, domain: Domain) -> None:
         """Look at the pools of a domain, the most promising first; those that can't do better are left out."""
-        least = domain.by_share.first()
-        if least is None or not domain.prefill_paces:
+        if not domain.prefill_paces or not domain.decode_paces:
             return
         if len(domain.pools) == 1:
-            self._consider_pool(least.item)
+            for pool in domain.pools.values():
+                self._consider_pool(pool)
+            return
+        least = domain.by_share.first()
+        if least is None:
             return
         job, n = self._job, self._job.prompt_tokens
         kv_tokens = n + job.output_tokens / 2
@@ -246,11 +249,19 @@ def best_decode(job: Question, pool: Pool) -> Offer | None:
     best: Offer | None = None
     kv_tokens = job.prompt_tokens + job.output_tokens / 2
     for tier in pool.decode.values():
+        first = tier.heap.first()
+        if first is None:
+            continue
+        cost_s = decode_cost_s(job, first.item)
+        if best is None or cost_s < best.cost_s:
+            best = Offer(cost_s, first.item)
+        if cost_s <= job.output_tokens * tier.pace.step_s(first.key, kv_tokens):
+            continue  # nothing stands in its way, so that no later one can do better
         for entry in tier.heap.in_order():
-            if best is not None and job.output_tokens * tier.pace.step_s(entry.key, kv_tokens) >= best.cost_s:
+            if job.output_tokens * tier.pace.step_s(entry.key, kv_tokens) >= best.cost_s:
                 break
             cost_s = decode_cost_s(job, entry.item)
-            if best is None or cost_s < best.cost_s:
+            if cost_s < best.cost_s:
                 best = Offer(cost_s, entry.item)
     return best
 

@@ -126,12 +126,12 @@ def test_the_search_finds_what_a_full_scan_finds(
     router.fleet.check_pair(offer.prefill.worker.site.endpoint, offer.decode.worker.site.endpoint)
 
 
-@pytest.mark.parametrize("groups", [2, 200])
+@pytest.mark.parametrize("groups", [2, 12, 200])
 def test_the_search_finds_the_best_of_few_and_of_many_groups(groups: int) -> None:
     """Bound by bound, or in the order in which pools are free."""
     rng = random.Random(groups)
     fleet = [
-        make(f"{make.__name__}{n}", group=f"g{n}", profile=rng.choice([None, None, "slow"]))
+        make(f"{make.__name__}{n}", group=f"g{n}", profile=rng.choice([None, None, "slow", "together"]))
         for make in (prefill, decode)
         for n in range(groups)
     ]
@@ -155,6 +155,17 @@ def test_a_pool_without_one_side_is_left_out() -> None:
     assert search_of(router).choose_pair(question, None) is None
     assert search_of(make_least([prefill("lonely")])).choose_pair(question, None) is None
     assert search_of(make_least([])).choose_regular(question, None) is None
+    idle = make_least([regular("r")])
+    idle.observe(events.ReadinessChanged("r", "out"), 0.0)
+    assert search_of(idle).choose_regular(question, None) is None
+
+
+def test_a_rank_costs_nothing_less_than_everything_on_the_side_where_it_isnt() -> None:
+    """A decode rank reads no prompts, and a prefill rank writes no answers."""
+    router = make_least([prefill("p"), decode("d")])
+    question = Question(("x",), Role.PREFILL, 100, {}, 10.0, 0.0, facts())
+    assert prefill_cost_s(question, router.work.workers[RankKey("d", 0)]) == float("inf")
+    assert decode_cost_s(question, router.work.workers[RankKey("p", 0)]) == float("inf")
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5000), st.integers(1, 500))

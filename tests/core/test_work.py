@@ -1,5 +1,6 @@
 """What ranks have still to do: projections, places in the heaps, what stays over descriptions."""
 
+import msgspec
 import pytest
 
 from pdrouter.core import events
@@ -16,7 +17,8 @@ READ_S = prefill_s(NEUTRAL, 1000, 0)
 
 def make_least() -> Router:
     """Return a router over one prefill rank and one decode rank, by least work."""
-    return make_router([prefill("p"), decode("d")], make_options(policy="least_work"))
+    slow = msgspec.structs.replace(NEUTRAL, step_base_s=0.1)
+    return make_router([prefill("p"), decode("d")], make_options(policy="least_work", profiles={"slow": slow}))
 
 
 def worker_of(router: Router, address: str = "p", rank: int = 0) -> Worker:
@@ -71,6 +73,8 @@ def test_a_description_keeps_queue_and_speed() -> None:
     assert worker_of(router).free_at_s == pytest.approx(10 + READ_S)
     assert worker_of(router, rank=2).free_at_s == 0.0
     assert router.work.sites["p"].speed is speed
+    router.observe(events.EndpointDescribed(prefill("p", dp_size=3, profile="slow")), 10.0)
+    assert router.work.sites["p"].speed is not speed
 
 
 def test_endpoints_come_and_go() -> None:

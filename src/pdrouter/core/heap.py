@@ -69,6 +69,10 @@ class ChangingHeap(Generic[T]):
             self._tidy()
         return entry
 
+    def top(self) -> Entry[T]:
+        """Return the live entry with the least key; there must be one."""
+        return self._heap[0][2]
+
     def first(self) -> Entry[T] | None:
         """Return the live entry with the least key."""
         return self._heap[0][2] if self._heap else None

@@ -52,7 +52,7 @@ class Pace:
 
 
 class Tier:
-    """The ranks of a pool that have one pace, by their key."""
+    """The ranks of a pool that have one pace, by their key; without any it isn't kept."""
 
     __slots__ = ("heap", "key", "pace")
 
@@ -94,11 +94,6 @@ class Worker:
         self.decode: Entry[Worker] | None = None
         self.prefill_tier: Tier | None = None
         self.decode_tier: Tier | None = None
-
-    @property
-    def key(self) -> str:
-        """What it is called in explanations."""
-        return f"{self.load.key.endpoint} rank {self.load.key.rank}"
 
 
 class Site:
@@ -151,14 +146,11 @@ class Pool:
 
     def first_free_s(self) -> float | None:
         """Return the earliest moment at which one of its ranks is free; ``None`` where there is none."""
-        return min((first.key for tier in self.prefill.values() if (first := tier.heap.first())), default=None)
+        return min((tier.heap.top().key for tier in self.prefill.values()), default=None)
 
     def least_share_s(self) -> float | None:
         """Return the least part of a step that one of its ranks' load takes; ``None`` where there is none."""
-        return min(
-            (tier.pace.factor * first.key for tier in self.decode.values() if (first := tier.heap.first())),
-            default=None,
-        )
+        return min((tier.pace.factor * tier.heap.top().key for tier in self.decode.values()), default=None)
 
 
 class Domain:
@@ -251,9 +243,7 @@ class WorkIndex:
 
     def reserved(self, leg: Reservation, cached_tokens: int, now_s: float) -> None:
         """A leg was put on a rank."""
-        worker = self.workers.get(leg.account.key)
-        if worker is None:
-            return
+        worker = self.workers[leg.account.key]
         if leg.kind is not LegKind.DECODE:
             factor = worker.site.speed.prefill_factor
             leg.prefill_s = factor * prefill_s(worker.site.profile, leg.tokens, cached_tokens)

@@ -116,16 +116,12 @@ class _PairSearch:
             for pool in domain.pools.values():
                 self._consider_pool(pool)
             return
-        least = domain.by_share.first()
-        if least is None:
-            return
         job, n = self._job, self._job.prompt_tokens
         kv_tokens = n + job.output_tokens / 2
         reading_s = {p: p.prefill_s(n, 0) + transfer_s(p.profile, n) for p in domain.prefill_paces.values()}
         writing_s = {p: job.output_tokens * p.step_s(0.0, kv_tokens) for p in domain.decode_paces.values()}
         if len(domain.pools) > _FEW_POOLS:
-            self._consider_pool(least.item)
-            self._in_order_of_freedom(domain, min(reading_s.values()) + min(writing_s.values()), least.key)
+            self._in_order_of_freedom(domain, min(reading_s.values()) + min(writing_s.values()))
             return
         now_s, output_tokens = job.now_s, job.output_tokens
         floors = [
@@ -141,15 +137,17 @@ class _PairSearch:
             and (reads := pool.prefill_paces)
             and (writes := pool.decode_paces)
         ]
-        _, promising = min(floors, key=itemgetter(0), default=(0.0, least.item))
-        self._consider_pool(promising)
-        for floor_s, pool in floors:
-            if floor_s < self._best_s and pool is not promising:
-                self._consider_pool(pool)
+        if floors:
+            _, promising = min(floors, key=itemgetter(0))
+            self._consider_pool(promising)
+            for floor_s, pool in floors:
+                if floor_s < self._best_s and pool is not promising:
+                    self._consider_pool(pool)
 
-    def _in_order_of_freedom(self, domain: Domain, floor_s: float, least_share_s: float) -> None:
+    def _in_order_of_freedom(self, domain: Domain, floor_s: float) -> None:
         """Stop at the first pool that would wait too long even with the least decode load of all."""
         job = self._job
+        least_share_s = domain.by_share.top().key
         for entry in domain.by_free.in_order():
             wait_s = max(0.0, entry.key - job.now_s)
             if wait_s + floor_s + job.output_tokens * least_share_s >= self._best_s:
@@ -160,9 +158,7 @@ class _PairSearch:
 
     def _consider_pool(self, pool: Pool) -> None:
         for tier in pool.prefill.values():
-            entry = tier.heap.first()
-            if entry is not None:
-                self._consider(entry.item)
+            self._consider(tier.heap.top().item)
 
     def _consider(self, worker: Worker) -> None:
         pool = worker.site.pool
@@ -203,8 +199,7 @@ class _RegularSearch:
         kv_tokens = job.prompt_tokens + job.output_tokens / 2
         for pool in domain.pools.values():
             for tier in pool.prefill.values():
-                if (first := tier.heap.first()) is not None:
-                    self._consider(first.item)
+                self._consider(tier.heap.top().item)
             for tier in pool.decode.values():
                 for entry in tier.heap.in_order():
                     floor_s = least_prefill_s + job.output_tokens * tier.pace.step_s(entry.key, kv_tokens)
@@ -249,9 +244,7 @@ def best_decode(job: Question, pool: Pool) -> Offer | None:
     best: Offer | None = None
     kv_tokens = job.prompt_tokens + job.output_tokens / 2
     for tier in pool.decode.values():
-        first = tier.heap.first()
-        if first is None:
-            continue
+        first = tier.heap.top()
         cost_s = decode_cost_s(job, first.item)
         if best is None or cost_s < best.cost_s:
             best = Offer(cost_s, first.item)

@@ -190,7 +190,8 @@ async def test_rank_fields(rank_fields: str, version: str) -> None:
         pytest.skip("an old engine doesn't know the new names")
     if rank_fields == "header" and version == "0.5.5":
         pytest.skip("an old engine can't be told the prefill rank beside the header")
-    async with make_lab(engine={"server_version": version, "dp_size": 4}, rank_fields=rank_fields) as lab:
+    flags: dict[str, Any] = {"rank_fields": rank_fields, "rank_policy": "round_robin"}
+    async with make_lab(engine={"server_version": version, "dp_size": 4}, **flags) as lab:
         replies = await gather(*(lab.post(CHAT, chat(f"rank {i}")) for i in range(8)))
         assert [reply.status for reply in replies] == [200] * 8
         for reply in replies:
@@ -225,7 +226,9 @@ async def test_every_policy_serves(policy: str) -> None:
 @pytest.mark.parametrize("rank_policy", RANK_POLICIES)
 async def test_every_rank_policy_serves(rank_policy: str) -> None:
     """Each rank policy serves every request; those that balance use all ranks alike."""
-    async with make_lab(engine={"dp_size": 4, "speed": 20.0}, rank_policy=rank_policy) as lab:
+    async with make_lab(
+        engine={"dp_size": 4, "speed": 0.1}, rank_policy=rank_policy
+    ) as lab:  # none ends before all began
         replies = await gather(*(lab.post(CHAT, chat(f"rank {i:02}")) for i in range(16)))
         assert [reply.status for reply in replies] == [200] * 16
         if rank_policy in ("minimum_tokens", "round_robin"):

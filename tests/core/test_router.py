@@ -544,7 +544,7 @@ class TestLearning:
         router = make_router([regular("w", model="m")])
         decision = decide(router, facts(100, model="m"), 1.0)
         router.observe(events.UsageSeen(decision, 100), 2.0)
-        assert router.estimate_tokens("m", 400) == 100
+        assert router.tokens.estimate("m", 400) == 100
 
 
 class TestStory:

@@ -286,7 +286,7 @@ async def test_usage_teaches_the_tokens_of_a_text() -> None:
         return http(200, {"usage": {"prompt_tokens": 4000, "completion_tokens": 2}})
 
     async with scripted(decode) as lab:
-        before = lab.core.estimate_tokens("emulated", 4000)
+        before = lab.core.tokens.estimate("emulated", 4000)
         for _ in range(20):
             assert (await lab.post(CHAT, chat("x" * 4000))).status == 200
-        assert lab.core.estimate_tokens("emulated", 4000) > 2 * before
+        assert lab.core.tokens.estimate("emulated", 4000) > 2 * before

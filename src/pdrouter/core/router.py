@@ -299,10 +299,6 @@ class Router:
 
     # questions
 
-    def estimate_tokens(self, model: str | None, prompt_bytes: int) -> int:
-        """Return how many tokens a prompt of so many bytes has."""
-        return self.tokens.estimate(self._learning_key(model), prompt_bytes)
-
     def wants_usage(self, decision: Decision) -> bool:
         """Whether it is worth reading what an engine counted: for the first decisions, later for some of them.
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from pdrouter.core.decision import Why
 from pdrouter.core.load import EndpointLoad
 from pdrouter.core.policies.base import Candidate, Pick, PolicyOptions, Question
+from pdrouter.core.policies.measures import in_flight
 
 
 class PowerOfTwo:
@@ -32,14 +33,10 @@ class PowerOfTwo:
         if is_known:
             unit, values = "tokens", [c.comparable_tokens for c in drawn]
         else:
-            unit, values = "requests in flight", [float(_in_flight(c)) for c in drawn]
+            unit, values = "requests in flight", [float(in_flight(c)) for c in drawn]
         index = first if values[0] <= values[1] else second
         return Pick(index, Why(self.name, f"fewer {unit} of two", drawn, values, not is_known))
 
 
 def _is_reported(candidate: Candidate) -> bool:
     return candidate.is_reported if isinstance(candidate, EndpointLoad) else candidate.report is not None
-
-
-def _in_flight(candidate: Candidate) -> int:
-    return candidate.ledger_requests if isinstance(candidate, EndpointLoad) else candidate.account.requests

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import uvicorn.server
 
-from pdrouter.config import Settings, load_settings
+from pdrouter.config import Settings
 from pdrouter.core.router import Router
+from pdrouter.loading import load_settings
 from pdrouter.server import Running, running
 from pdrouter.sim.emulator import Emulator, EmulatorSettings, start_emulator
 

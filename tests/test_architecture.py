@@ -22,12 +22,13 @@ LAYERS = (
     {"upstream", "telemetry"},
     {"engines"},
     {"core"},
+    {"loading"},
     {"config"},
     {"setting", "plugins"},
     {"errors"},
 )
 """A line may import what is below it; names on one line do not import each other (DESIGN: config and errors are one
-line, but ``config`` raises what ``errors`` names, and ``setting`` is a part of ``config``)."""
+line, but ``config`` raises what ``errors`` names; ``setting`` is a part of ``config``, and ``loading`` fills it)."""
 FREE = {"__init__", "__main__"}
 
 PURE = {"core", "engines"}

@@ -14,7 +14,8 @@ from msgspec import UNSET, Struct
 
 from pdrouter import __version__
 from pdrouter.cli import COMMANDS, IMPLIED, UNSERVED, main
-from pdrouter.config import SETTINGS, Settings, flag_name
+from pdrouter.config import SETTINGS, Settings
+from pdrouter.loading import flag_name
 
 T = TypeVar("T")
 Output = pytest.CaptureFixture[str]

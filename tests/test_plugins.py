@@ -10,11 +10,12 @@ from typing import get_args
 import pytest
 
 from pdrouter.cli import main
-from pdrouter.config import SETTINGS, PolicyName, Settings, resolve_settings
+from pdrouter.config import SETTINGS, PolicyName, Settings
 from pdrouter.core import events
 from pdrouter.core.policies import POLICIES
 from pdrouter.core.router import Router
 from pdrouter.errors import ConfigError
+from pdrouter.loading import resolve_settings
 from pdrouter.plugins import load_policies, policy_names
 from pdrouter.server import router_options
 from pdrouter.setting import with_choices

@@ -16,19 +16,9 @@ import yaml
 from msgspec import Struct
 
 from pdrouter import __version__
-from pdrouter.config import (
-    ENV_CONFIG,
-    SETTINGS,
-    DemoSettings,
-    PolicyName,
-    Resolved,
-    env_name,
-    flag_name,
-    from_flags,
-    is_endpoints,
-    resolve_settings,
-)
+from pdrouter.config import SETTINGS, DemoSettings, PolicyName, is_endpoints
 from pdrouter.errors import ConfigError
+from pdrouter.loading import ENV_CONFIG, Resolved, env_name, flag_name, from_flags, resolve_settings
 from pdrouter.plugins import load_policies, policy_names
 from pdrouter.setting import Setting, check_host, did_you_mean, setting, settings_of, with_choices
 

@@ -1,9 +1,9 @@
 """Static discovery: from settings to endpoints."""
 
-from pdrouter.config import load_settings
 from pdrouter.control.discovery import static_endpoints
 from pdrouter.core.fleet import Role
 from pdrouter.engines.sglang import DEFAULT_BOOTSTRAP_PORT
+from pdrouter.loading import load_settings
 
 
 def test_roles_and_addresses() -> None:

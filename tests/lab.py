@@ -280,7 +280,7 @@ async def mend(emulator: Emulator) -> None:
 
 
 def make_settings(flags: Mapping[str, object]) -> Settings:
-    """Return settings fit for tests: any port, quick checks."""
+    """Return settings fit for tests: any port, quick checks, one attempt for each request."""
     quick = {
         "port": 0,
         "worker_startup_check_interval": 0.05,
@@ -288,6 +288,7 @@ def make_settings(flags: Mapping[str, object]) -> Settings:
         "worker_load_check_interval": 0.2,
         "abort_retry_delay_secs": 0.1,
         "shutdown_grace_period_secs": 0,
+        "disable_retries": True,
         "log_level": "error",
     }
     return load_settings(None, {}, quick | dict(flags))
@@ -304,7 +305,7 @@ async def route_to(
 ) -> AsyncIterator[Lab]:
     """Run a router over engines that run already; ``waits``: until it is ready."""
     endpoints = {
-        name: [e.url for e in emulators]
+        name: [_endpoint(e) for e in emulators]
         for name, emulators in (("prefill", prefills), ("decode", decodes), ("worker", workers))
         if emulators
     }
@@ -314,6 +315,21 @@ async def route_to(
         if waits:
             await lab.ready()
         yield lab
+
+
+def _endpoint(engine: Engine) -> str | dict[str, object]:
+    """Return what the settings must say of an engine."""
+    if not isinstance(engine, Emulator) or engine.settings.engine == "sglang":
+        return engine.url
+    settings = engine.settings
+    endpoint: dict[str, object] = {"url": engine.url, "engine": settings.engine}
+    if settings.kv_connector is not None:
+        endpoint["kv_transport"] = settings.kv_connector
+    if settings.kv_connector == "p2p_nccl":
+        endpoint["kv_address"] = f"127.0.0.1:{engine.bootstrap_port}"
+    if settings.kv_connector == "mooncake" and settings.role == "prefill":
+        endpoint["bootstrap_port"] = engine.bootstrap_port
+    return endpoint
 
 
 @contextlib.asynccontextmanager

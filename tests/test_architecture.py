@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src" / "pdrouter"
 LAYERS = (
     {"cli"},
     {"server"},
+    {"options"},
     {"proxy", "control", "sim"},
     {"upstream", "telemetry"},
     {"engines"},

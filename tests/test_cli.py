@@ -236,6 +236,8 @@ def test_emulate(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     assert unknown == "--roll: unknown flag; did you mean --role?"
     assert size.startswith('--dp-size: "0" is out of range')
     assert profile.startswith("--profile: unknown profile 'none-such'; there are: ")
+    assert main(["emulate", "--engine", "sglang", "--kv-connector", "nixl"]) == 2
+    assert "kv_connector is vLLM's" in capsys.readouterr().err
 
 
 def test_emulate_help_describes_each_flag(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +245,7 @@ def test_emulate_help_describes_each_flag(capsys: Output, monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", "1000")
     assert main(["emulate", "--help"]) == 0
     flags = [text for text in capsys.readouterr().out.split("\n  --")[1:] if ". (" in text and "default" in text]
-    assert len(flags) == 14
+    assert len(flags) == 21
 
 
 class Options(Struct, kw_only=True):
@@ -289,4 +291,4 @@ def test_module_runs() -> None:
 
 def test_commands() -> None:
     """The commands are those of the documents."""
-    assert list(COMMANDS) == ["serve", "check-config", "emulate", "demo", "explain"]
+    assert list(COMMANDS) == ["serve", "check-config", "emulate", "demo", "simulate", "explain"]

@@ -16,8 +16,8 @@ from pdrouter.core.policies import POLICIES
 from pdrouter.core.router import Router
 from pdrouter.errors import ConfigError
 from pdrouter.loading import resolve_settings
+from pdrouter.options import router_options
 from pdrouter.plugins import load_policies, policy_names
-from pdrouter.server import router_options
 from pdrouter.setting import with_choices
 from tests.core.builders import decide, decode, facts, prefill, prefill_of
 
@@ -91,7 +91,7 @@ def test_the_example_is_a_choice(installed: Path) -> None:
     assert (status, errors) == (0, "")
     for which in ("", "prefill_", "decode_", "shadow_"):
         assert f"{which}policy: {NAME}  # flag" in checked.splitlines()
-    assert f"bucket, {NAME}; default least_work" in run(installed, "serve", "--help")[1]
+    assert f"llm_d_pd, {NAME}; default least_work" in run(installed, "serve", "--help")[1]
 
 
 def test_without_the_example_its_name_is_wrong(capsys: Output) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,9 +14,11 @@ import pytest
 
 from pdrouter import server
 from pdrouter.config import Settings
-from pdrouter.server import router_options, running
+from pdrouter.options import router_options
+from pdrouter.proxy.listener import listen
+from pdrouter.server import running
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
-from tests.lab import CHAT, Reply, chat, get, make_settings, post, start, until
+from tests.lab import CHAT, Reply, chat, connect, get, make_settings, post, start, until
 
 LINE = "pdrouter listens on "
 
@@ -85,7 +88,10 @@ async def closed(url: str) -> None:
                 await get(url, "/liveness")
 
 
-QUICK = ("--port", "0", "--worker-startup-check-interval", "0.05", "--log-level", "warning")
+QUICK = (
+    *("--port", "0", "--worker-startup-check-interval", "0.05"),
+    *("--drain-notice-secs", "0", "--log-level", "warning"),
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -104,7 +110,7 @@ async def test_serve_until_a_signal(number: signal.Signals) -> None:
 
 
 async def test_a_stop_signal_drains() -> None:
-    """After SIGTERM, and a second one, a running stream is finished whole, while nobody new is let in."""
+    """After SIGTERM a running stream is finished whole, while nobody new is let in."""
     async with (
         start_emulator(EmulatorSettings(speed=4.0)) as worker,
         serve(*QUICK, "--worker", worker.url) as router,
@@ -115,7 +121,6 @@ async def test_a_stop_signal_drains() -> None:
             await call.head()
             router.signal(signal.SIGTERM)
             await closed(url)
-            router.signal(signal.SIGTERM)
             reply = await call.finish()
         text = "".join(e["choices"][0]["delta"].get("content") or "" for e in reply.events)
         assert text == expected_text(render_chat([{"role": "user", "content": "drain"}]), 300)
@@ -123,24 +128,51 @@ async def test_a_stop_signal_drains() -> None:
         assert (status, errors) == (0, "")
 
 
+async def test_draining_is_announced() -> None:
+    """From SIGTERM on it isn't ready, but still serves for the time of notice, on old connections and new ones."""
+    async with (
+        start_emulator(EmulatorSettings(speed=100.0)) as worker,
+        serve(*QUICK, "--drain-notice-secs", "60", "--worker", worker.url) as router,
+    ):
+        url = await router.listening()
+        await ready(url)
+        router.signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            while (page := await get(url, "/readiness")).status == 200:
+                pass
+        assert (page.status, page.json()) == (503, {"status": "not ready", "reason": "draining"})
+        assert (await get(url, "/health")).status == 200
+        reply = await post(url, CHAT, chat("x"))
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        router.signal(signal.SIGTERM)
+        assert await router.ended() == (0, "", "")
+
+
 async def test_the_grace_period_ends() -> None:
-    """A stream that outlasts the grace period is cut; the engine is free, and the status is 0."""
+    """A stream that outlasts the grace period is told so, and cut; the engine is free, and the status is 0."""
     async with (
         start_emulator(EmulatorSettings(speed=2.0)) as worker,
         serve(*QUICK, "--shutdown-grace-period-secs", "0.5", "--worker", worker.url) as router,
     ):
         url = await router.listening()
         await ready(url)
-        async with await start(url, CHAT, chat("x", 100_000, stream=True)) as call:
-            await call.head()
+        async with (
+            await start(url, CHAT, chat("x", 100_000, stream=True)) as stream,
+            await start(url, CHAT, chat("x", 100_000)) as call,
+        ):
+            await stream.head()
             router.signal(signal.SIGTERM)
-            assert not (await call.finish()).is_whole
+            reply = await stream.finish()
+            assert (reply.is_whole, json.loads(reply.pieces[-1])["error"]["code"]) == (False, "shutting_down")
+            reply = await call.finish()
+            assert (reply.status, reply.error["code"], reply.headers["connection"]) == (503, "shutting_down", "close")
         assert (await router.ended())[0] == 0
         await until(lambda: worker.snapshot().is_idle, 2.0)
 
 
-async def test_two_interrupts_end_at_once() -> None:
-    """A second Ctrl-C doesn't wait for the streams."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
+    """Without waiting for the streams, which are told so."""
     async with (
         start_emulator(EmulatorSettings(speed=2.0)) as worker,
         serve(*QUICK, "--worker", worker.url) as router,
@@ -149,12 +181,34 @@ async def test_two_interrupts_end_at_once() -> None:
         await ready(url)
         async with await start(url, CHAT, chat("x", 100_000, stream=True)) as call:
             await call.head()
-            router.signal(signal.SIGINT)
-            await asyncio.sleep(0.3)  # two signals at once would be one
-            router.signal(signal.SIGINT)
+            router.signal(number)
+            await closed(url)  # two signals at once would be one
+            router.signal(number)
+            reply = await call.finish()
+            assert (reply.is_whole, json.loads(reply.pieces[-1])["error"]["code"]) == (False, "shutting_down")
             status, _, errors = await router.ended()
         assert "Traceback" not in errors
         assert status == 0
+        await until(lambda: worker.snapshot().is_idle, 2.0)
+
+
+async def test_a_client_that_doesnt_read_delays_no_end() -> None:
+    """Nor does one that sends half a request."""
+    async with (
+        start_emulator(EmulatorSettings(speed=100.0, stream_interval=1)) as worker,
+        serve(*QUICK, "--shutdown-grace-period-secs", "0.2", "--worker", worker.url) as router,
+    ):
+        url = await router.listening()
+        await ready(url)
+        async with (
+            await start(url, CHAT, chat("x", 100_000, stream=True), receive_bytes=4096) as deaf,
+            await connect(url) as slow,
+        ):
+            await deaf.head()
+            slow.writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            await slow.writer.drain()
+            router.signal(signal.SIGTERM)
+            assert (await router.ended())[0] == 0
 
 
 async def test_a_port_in_use() -> None:
@@ -219,6 +273,39 @@ async def test_a_config_file(tmp_path: Path) -> None:
     assert "no_such" in errors
 
 
+async def test_a_config_file_that_changes(tmp_path: Path) -> None:
+    """SIGHUP reads it again: an engine is swapped under a running stream; a bad file is refused, and told on stderr."""
+    file = tmp_path / "router.yaml"
+    async with (
+        start_emulator(EmulatorSettings(speed=2.0)) as old,
+        start_emulator(EmulatorSettings(speed=100.0)) as new,
+    ):
+        file.write_text(f"port: 0\nlog_level: error\ndrain_notice_secs: 0\nworker:\n  - url: {old.url}\n")
+        async with serve("--config", str(file), "--config-check-interval-secs", "3600") as router:
+            url = await router.listening()
+            await ready(url)
+            async with await start(url, CHAT, chat("x", 300, stream=True)) as call:
+                await call.head()
+                file.write_text(file.read_text().replace(old.url, new.url))
+                router.signal(signal.SIGHUP)
+                async with asyncio.timeout(8):
+                    while new.url not in str((await get(url, "/workers")).json()):
+                        pass
+                await ready(url)
+                assert (await post(url, CHAT, chat("x"))).status == 200
+                assert new.snapshot().total_requests == 1
+                file.write_text("worker: 7\nno_such: 1\n")
+                router.signal(signal.SIGHUP)
+                async with asyncio.timeout(8):
+                    while b'pdrouter_reloads_total{event="refused"} 1.0' not in (await get(url, "/metrics")).body:
+                        pass
+                assert (await post(url, CHAT, chat("x"))).status == 200
+                assert (await call.finish()).is_whole
+            router.signal(signal.SIGTERM)
+            status, _, errors = await router.ended()
+            assert (status, "no_such" in errors) == (0, True)
+
+
 async def test_start_without_engines() -> None:
     """Without any engine a router starts, lives and isn't ready."""
     async with running(make_settings({})) as router:
@@ -256,14 +343,13 @@ async def test_ipv6() -> None:
 
 def test_a_signal_during_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop signal that comes before the server listens isn't lost: it ends with status 0."""
-    listen = server._listen
 
-    def signalled(settings: Settings) -> socket.socket:
+    def signalled(host: str, port: int) -> socket.socket:
         os.kill(os.getpid(), signal.SIGTERM)
-        return listen(settings)
+        return listen(host, port)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(server, "_listen", signalled)
+    monkeypatch.setattr("pdrouter.server.listen", signalled)
     monkeypatch.setattr(server, "set_up_logs", lambda *_: None)
     try:
         assert server.serve(make_settings({})) == 0

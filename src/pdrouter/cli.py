@@ -1,4 +1,4 @@
-"""The command line: serve, check-config, emulate, demo, explain.
+"""The command line: serve, check-config, emulate, demo, simulate, explain.
 
 Options are derived from settings structs; nothing here knows a default. What a command needs is imported
 when it runs, so that ``--help`` is quick.
@@ -16,7 +16,7 @@ import yaml
 from msgspec import Struct
 
 from pdrouter import __version__
-from pdrouter.config import SETTINGS, DemoSettings, PolicyName, is_endpoints
+from pdrouter.config import SETTINGS, DemoSettings, PolicyName, Settings, is_endpoints
 from pdrouter.errors import ConfigError
 from pdrouter.loading import ENV_CONFIG, Resolved, env_name, flag_name, from_flags, resolve_settings
 from pdrouter.plugins import load_policies, policy_names
@@ -51,31 +51,20 @@ _UNSERVED: Final = (
     (
         "put a proxy that does it in front",
         (
-            "cors-allowed-origins tls-cert-path tls-key-path api-key control-plane-api-keys "
-            "control-plane-audit-enabled jwt-issuer jwt-audience jwt-jwks-uri jwt-role-mapping "
-            "max-concurrent-requests queue-size queue-timeout-secs rate-limit-tokens-per-second"
+            "cors-allowed-origins tls-cert-path tls-key-path control-plane-api-keys "
+            "control-plane-audit-enabled jwt-issuer jwt-audience jwt-jwks-uri jwt-role-mapping"
         ),
     ),
     (
-        "leave it out and let clients retry",
-        (
-            "retry-max-retries retry-initial-backoff-ms retry-max-backoff-ms retry-backoff-multiplier "
-            "retry-jitter-factor disable-retries"
-        ),
-    ),
-    (
-        "use --health-failure-threshold and --health-success-threshold",
-        (
-            "cb-failure-threshold cb-success-threshold cb-timeout-duration-secs cb-window-duration-secs "
-            "disable-circuit-breaker"
-        ),
+        "use --rate-limit-requests-per-min, for each client, or --max-concurrent-requests",
+        "rate-limit-tokens-per-second",
     ),
     ("reach the engines over http", "client-cert-path client-key-path ca-cert-paths"),
     ("leave it out; x-request-id ties replies to log lines", "enable-trace otlp-traces-endpoint"),
     (
         "leave it out; engines do this",
         (
-            "model-path tokenizer-path chat-template tokenizer-cache-enable-l0 tokenizer-cache-l0-max-entries "
+            "model-path chat-template tokenizer-cache-enable-l0 tokenizer-cache-l0-max-entries "
             "tokenizer-cache-enable-l1 tokenizer-cache-l1-max-memory reasoning-parser tool-call-parser "
             "mcp-config-path"
         ),
@@ -156,8 +145,8 @@ def _add_setting(group: argparse._ArgumentGroup, item: Setting, *, env: str) -> 
     else:
         metavar = {"s": "SECONDS", "bytes": "BYTES"}.get(item.unit, "N" if item.unit else "TEXT")
         metavar = "NAME" if item.choices else metavar
-        nargs = "*" if item.is_list else None
-        group.add_argument(flag, nargs=nargs, metavar=metavar, default=default, help=text)
+        action, nargs = ("extend", "*") if item.is_list else ("store", None)
+        group.add_argument(flag, action=action, nargs=nargs, metavar=metavar, default=default, help=text)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -224,10 +213,18 @@ def _unknown_flags(unknown: list[str], known: Mapping[str, object], hints: Mappi
 
 
 def _serve(flags: dict[str, object], unknown: list[str]) -> int:
-    settings = _resolve(flags, unknown).settings
+    def read() -> Settings:
+        return _resolve(dict(flags), unknown).settings
+
+    file = flags["config"] or os.environ.get(ENV_CONFIG)
+    settings = read()
     from pdrouter.server import serve  # noqa: PLC0415 - heavy
 
-    return serve(settings)
+    if not file:
+        return serve(settings)
+    from pdrouter.control.reload import Source  # noqa: PLC0415 - heavy
+
+    return serve(settings, Source(Path(str(file)), read))
 
 
 def _check_config(flags: dict[str, object], unknown: list[str]) -> int:
@@ -253,7 +250,10 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
 def _emulate(flags: dict[str, object], unknown: list[str]) -> int:
     from pdrouter.sim.emulator_settings import EmulatorSettings  # noqa: PLC0415 - heavy
 
-    settings = _build(EmulatorSettings, _emulated(), flags, unknown)
+    try:
+        settings = _build(EmulatorSettings, _emulated(), flags, unknown)
+    except ValueError as error:  # settings that don't go together
+        raise ConfigError([str(error)]) from None
     from pdrouter.sim.emulator import run  # noqa: PLC0415 - heavy
 
     return run(settings)
@@ -270,6 +270,22 @@ def _demo(flags: dict[str, object], unknown: list[str]) -> int:
     options = msgspec.structs.asdict(chosen)
     options["plain"] = not sys.stdout.isatty() if chosen.plain is None else chosen.plain
     return run(DemoOptions(**options))
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    from pdrouter.sim.virtual.options import add_options  # noqa: PLC0415 - heavy
+
+    add_options(parser)
+
+
+def _simulate(flags: dict[str, object], unknown: list[str]) -> int:
+    problems = _unknown_flags(unknown, {}, {})
+    if problems:
+        raise ConfigError(problems)
+    from pdrouter.options import router_options  # noqa: PLC0415 - heavy
+    from pdrouter.sim.virtual.command import run  # noqa: PLC0415 - heavy
+
+    return run(flags, router_options)
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -325,10 +341,19 @@ _EMULATED: Final = {
     "host": setting("Address", "Address to listen on.", check=check_host),
     "port": setting("Address", "Port to listen on; 0 lets the kernel choose.",
                     unit="port number", low=0, high=65_535),
-    "bootstrap_port": setting("Address", "Port where a prefill hands over KV; 0 lets the kernel choose.",
+    "bootstrap_port": setting("Address", "Port where KV is handed over; 0 lets the kernel choose.",
                               unit="port number", low=0, high=65_535),
     "load_api": setting("Load", "How it tells its load: /v1/loads (v1), /get_load (legacy), both or none."),
     "load_delay": setting("Load", "Age of the load that it tells.", unit="s", low=0, high=3600),
+    "kv_connector": setting("vLLM", "How KV gets from prefill to decode; unset: nixl, and none for regular engines."),
+    "dp_start_rank": setting("vLLM", "First of its ranks, numbered over all servers of a deployment.",
+                             unit="rank", low=0, high=65_535),
+    "kv_hold_timeout_s": setting("vLLM", "How long an answered prefill keeps KV that nobody fetches.",
+                                 unit="s of the engine", low=0, high=86_400),
+    "storage_dir": setting("vLLM", "Folder of the store that shared_storage engines share."),
+    "tells_cached_tokens": setting("vLLM", "Tell cached tokens in usage."),
+    "tracks_server_load": setting("vLLM", "Tell the load at /load; else it is 0 there, as on the real one."),
+    "takes_aborts": setting("vLLM", "Have /abort_requests."),
 }
 # fmt: on
 _IGNORED: Final = "implied"
@@ -338,6 +363,7 @@ COMMANDS: Final = {
     "check-config": Command("Print the effective settings and where each came from.", _add_settings, _check_config),
     "emulate": Command("Serve as an engine would, without a GPU.", _add_emulate, _emulate),
     "demo": Command("Route real traffic over an emulated fleet and show the difference.", _add_demo, _demo),
+    "simulate": Command("Try policies on a trace in virtual time.", _add_simulate, _simulate),
     "explain": Command(
         "Print what a running router decided for a request, why, and what became of it.",
         _add_explain,

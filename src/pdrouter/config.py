@@ -8,20 +8,45 @@ Flags, environment variables, YAML keys and ``docs/config.md`` are derived from 
 import sys
 from collections.abc import Iterable
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from pdrouter.setting import Setting, check_header, check_host, check_path, check_url, setting, settings_of
+from pdrouter.setting import (
+    Setting,
+    check_header,
+    check_host,
+    check_kv_address,
+    check_path,
+    check_url,
+    check_weight,
+    setting,
+    settings_of,
+    shown,
+)
 
 AncestorPolicyName = Literal[
-    "power_of_two", "load_aware", "cache_aware", "prefix_cache", "consistent_hashing", "manual", "bucket"
+    "power_of_two",
+    "load_aware",
+    "cache_aware",
+    "prefix_cache",
+    "consistent_hashing",
+    "manual",
+    "bucket",
+    "dynamo",
+    "llm_d",
+    "llm_d_pd",
 ]
 PolicyName = Literal["least_work", "minimum_tokens", "random", "round_robin", "least_request", AncestorPolicyName]
-RankPolicyName = Literal["least_work", "minimum_tokens", "round_robin", "random", "engine"]
+RankPolicyName = Literal["least_work", "minimum_tokens", "dynamo", "round_robin", "random", "engine"]
 AssignmentMode = Literal["random", "min_load", "min_group"]
 RankFields = Literal["auto", "routed", "legacy", "header", "none"]
+EngineName = Literal["sglang", "vllm", "trtllm", "openai"]
+KvTransport = Literal["bootstrap", "nixl", "mooncake", "p2p_nccl", "shared_storage", "native", "none"]
+Disaggregation = Literal["auto", "always", "never"]
+PdFallback = Literal["none", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
 
@@ -35,6 +60,41 @@ def check_profile(name: str) -> str:
     if name not in names:
         raise ValueError(f"write one of {', '.join(sorted(names))}")
     return name
+
+
+def profile_rule(text: str) -> tuple[str, str, str]:
+    """Return the parts of ``MODEL[@GPU]=NAME``: patterns of model and GPU, and the name of a shipped profile.
+
+    Raises: ValueError that says what is wrong.
+    """
+    patterns, equals, name = text.rpartition("=")
+    model, at, gpu = patterns.rpartition("@")
+    if not equals or not patterns or (at and not (model and gpu)):
+        raise ValueError(f"{shown(text)} is not MODEL[@GPU]=NAME")
+    return (model, gpu, check_profile(name)) if at else (patterns, "*", check_profile(name))
+
+
+def check_profile_rule(text: str) -> str:
+    """Return the text if it is a rule for profiles."""
+    profile_rule(text)
+    return text
+
+
+def tokenizer_file(text: str) -> tuple[str | None, Path]:
+    """Return the parts of ``[MODEL=]PATH``; without a model it is for all that have none of their own.
+
+    Raises: ValueError that says what is wrong.
+    """
+    model, equals, path = text.rpartition("=")
+    if not path or (equals and not model):
+        raise ValueError(f"{shown(text)} is not [MODEL=]PATH")
+    return (model if equals else None), Path(path)
+
+
+def check_tokenizer_file(text: str) -> str:
+    """Return the text if it names a tokenizer; whether it is there is seen at start."""
+    tokenizer_file(text)
+    return text
 
 
 def profile_entries() -> dict[str, dict[str, object]]:
@@ -54,6 +114,16 @@ class EndpointSettings(Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     bootstrap_port: Annotated[int, setting("Endpoint",
         "Port where a prefill engine hands over KV; none sends null, unset asks the engine.",
         unit="port number", low=1, high=65_535)] | UnsetType | None = UNSET
+    engine: Annotated[EngineName | None, setting("Endpoint",
+        "Kind of engine; unset: the engine of all.")] = None
+    kv_transport: Annotated[KvTransport | None, setting("Endpoint",
+        "How KV comes from prefill to decode; unset: as for all.")] = None
+    kv_address: Annotated[str | None, setting("Endpoint",
+        "Where the KV transport p2p_nccl listens: `IP:PORT`, as the engine's kv_ip and kv_port say.",
+        check=check_kv_address)] = None
+    dp_start_rank: Annotated[int, setting("Endpoint",
+        "First of its ranks among those of its deployment, where several endpoints share one (vLLM); unset asks the "
+        "engine.", unit="rank", low=0, high=65_535)] | None = None
     group: Annotated[str, setting("Endpoint",
         "Only endpoints of one group are paired.")] = ""
     model: Annotated[str | None, setting("Endpoint",
@@ -62,7 +132,10 @@ class EndpointSettings(Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         "Data-parallel ranks in the engine; unset asks the engine.",
         unit="ranks", low=1, high=4096)] | None = None
     profile: Annotated[str | None, setting("Endpoint",
-        "Timing that the engine is expected to have, by name; unset: the profile of all.", check=check_profile)] = None
+        "Timing that the engine is expected to have, by name; unset: as profile_for says, else profile.",
+        check=check_profile)] = None
+    gpu: Annotated[str | None, setting("Endpoint",
+        "What the engine runs on, in any words; profile_for looks at it.")] = None
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +148,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: Annotated[tuple[EndpointSettings, ...], setting("Fleet",
         "Regular engines, which do both; also --worker-urls URL URL ....")] = ()
 
+    engine: Annotated[EngineName, setting("Fleet",
+        "Kind of engine, where an endpoint doesn't say its own.")] = "sglang"
+    kv_transport: Annotated[KvTransport | None, setting("Fleet",
+        "How KV comes from prefill to decode; unset: bootstrap for sglang, nixl for vllm, native for trtllm.")] = None
+
     host: Annotated[str, setting("Server",
         "Address to listen on.", check=check_host)] = "127.0.0.1"
     port: Annotated[int, setting("Server",
@@ -86,12 +164,55 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check=check_header)] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
     decision_headers: Annotated[bool, setting("Server",
         "Replies carry x-pdrouter-prefill and x-pdrouter-decode: address and rank chosen.")] = True
+    drain_notice_secs: Annotated[float, setting("Server",
+        "Time after SIGTERM in which requests are still taken; /readiness says no.", unit="s", low=0, high=3600)] = 2.0
     shutdown_grace_period_secs: Annotated[float, setting("Server",
-        "Time that running requests have to end after a stop signal.", unit="s", low=0, high=86_400)] = 180.0
+        "Time for requests to end after that, or on an engine that leaves.", unit="s", low=0, high=86_400)] = 180.0
+    config_check_interval_secs: Annotated[float, setting("Server",
+        "Time between two looks at the settings' file; SIGHUP looks at once.", unit="s", low=0.05, high=86_400)] = 5.0
+    api_key: Annotated[str | None, setting("Server",
+        "Key that a request must bring, `authorization: Bearer KEY`, unless it only reads a page; unset: none.")] = None
     log_level: Annotated[LogLevel, setting("Server",
         "Least severe log lines that are written; debug has one for each decision.")] = "info"
     log_format: Annotated[LogFormat, setting("Server",
         "Log lines for people (console) or machines (json); auto is console on a terminal.")] = "auto"
+
+    client_max_connections: Annotated[int, setting("Clients",
+        "Most connections of clients; one more gets 503.", unit="connections", low=1, high=1_000_000)] = 10_000
+    client_max_connections_per_address: Annotated[int, setting("Clients",
+        "Most connections of one client address, or of one /64 network of IPv6; unset: no limit of its own.",
+        unit="connections", low=1, high=1_000_000)] | None = None
+    client_max_head_bytes: Annotated[int, setting("Clients",
+        "A longer request head gets 431.", unit="bytes", low=1024, high=2**24)] = 65_536
+    client_max_headers: Annotated[int, setting("Clients",
+        "A request with more headers gets 431.", unit="headers", low=4, high=65_536)] = 100
+    client_max_target_bytes: Annotated[int, setting("Clients",
+        "A longer request target (path and query) gets 414.", unit="bytes", low=64, high=2**24)] = 8192
+    client_head_timeout_secs: Annotated[float, setting("Clients",
+        "Time for a request's head from its first byte on; then 408.", unit="s", low=0.05, high=86_400)] = 10.0
+    client_body_timeout_secs: Annotated[float, setting("Clients",
+        "Time for a request's body beyond what client_body_bytes_per_s allows; then 408.",
+        unit="s", low=0.05, high=86_400)] = 30.0
+    client_body_bytes_per_s: Annotated[int, setting("Clients",
+        "A body may take as long as it would at this rate, and client_body_timeout_secs more.",
+        unit="bytes/s", low=1, high=2**40)] = 1024
+    client_idle_timeout_secs: Annotated[float, setting("Clients",
+        "An idle connection is closed after this time; longer than a load balancer's in front (often 60).",
+        unit="s", low=0.05, high=86_400)] = 75.0
+    client_write_timeout_secs: Annotated[float, setting("Clients",
+        "A client that takes nothing of what waits for it is parted from after this time.",
+        unit="s", low=0.05, high=86_400)] = 120.0
+    client_write_buffer_bytes: Annotated[int, setting("Clients",
+        "Bytes of an answer written ahead for a slow client before its engine is slowed.",
+        unit="bytes", low=1024, high=2**30)] = 65_536
+    rate_limit_requests_per_min: Annotated[int, setting("Clients",
+        "Requests per minute that a key may make, up to as many at once; more get 429; unset: any.",
+        unit="requests/min", low=1, high=1_000_000_000)] | None = None
+    rate_limit_tokens_per_min: Annotated[int, setting("Clients",
+        "Tokens per minute that a key may ask for, its prompts and longest answers; more get 429; unset: any.",
+        unit="tokens/min", low=1, high=1_000_000_000_000)] | None = None
+    rate_limit_key_header: Annotated[str, setting("Clients",
+        "The header that is the key; requests without it share one.", check=check_header)] = "authorization"
 
     policy: Annotated[PolicyName | str, setting("Routing",
         "How an endpoint is chosen (sglang-router: cache_aware).")] = "least_work"
@@ -100,8 +221,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     decode_policy: Annotated[PolicyName | str | None, setting("Routing",
         "How a decode endpoint is chosen; unset: as policy says.")] = None
     rank_policy: Annotated[RankPolicyName | None, setting("Routing",
-        "How a data-parallel rank is chosen; engine leaves it to the engine; unset: least_work with policy "
-        "least_work, else minimum_tokens.")] = None
+        "How a data-parallel rank is chosen; engine leaves it to the engine; unset: as policy says "
+        "where that is least_work or dynamo, else minimum_tokens.")] = None
     dp_minimum_tokens_scheduler: Annotated[bool, setting("Routing",
         "Short for rank_policy minimum_tokens.")] = False
     rank_fields: Annotated[RankFields, setting("Routing",
@@ -129,11 +250,23 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Policy manual: a new key's worker is any, the one with the fewest requests, or the fewest keys.")] = "random"
     bucket_adjust_interval_secs: Annotated[float, setting("Routing",
         "Policy bucket: time between two moves of the bounds.", unit="s", low=0.01, high=86_400)] = 5.0
+    llm_d_prefill_tokens_per_s: Annotated[float, setting("Routing",
+        "Policy llm_d_pd: prompt tokens that a prefill endpoint reads at best (llm-d: 15928, of Qwen 32B on two H100).",
+        unit="tokens/s", low=1, high=1e9)] = 15_928.0
     shadow_policy: Annotated[PolicyName | str | None, setting("Routing",
         "Policy that looks on: it decides as well, without acting, and is counted and kept in the journal.")] = None
     profile: Annotated[str | None, setting("Routing",
         "Timing that engines are expected to have until theirs is learned: a name of the shipped profiles; "
         "unset: a neutral one.", check=check_profile)] = None
+    profile_for: Annotated[tuple[str, ...], setting("Routing",
+        "Timing by model and GPU: `MODEL[@GPU]=NAME`, both with `*`, `?`, `[...]`; the first that fits counts, "
+        "before profile.", check=check_profile_rule)] = ()
+    disaggregation: Annotated[Disaggregation, setting("Routing",
+        "Whether a prompt may be read where its answer is written, if the engine can: when that is predicted to be "
+        "faster (auto), not while there is a pair (always), or whenever it can (never).")] = "auto"
+    pd_fallback: Annotated[PdFallback, setting("Routing",
+        "What to do when no prefill endpoint could read a prompt: fail, or let a decode endpoint that can do both.",
+        )] = "none"
     default_output_tokens: Annotated[int, setting("Routing",
         "Answer length expected until a model's is learned.",
         unit="tokens", low=1, high=10_000_000)] = 256
@@ -163,6 +296,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Text per token until a model's usage is known.", unit="bytes", low=0.1, high=100)] = 4.0
     image_tokens: Annotated[int, setting("Tokens",
         "Prompt tokens that an image counts for.", unit="tokens", low=0, high=1_000_000)] = 1024
+    tokenizer_path: Annotated[tuple[str, ...], setting("Tokens",
+        "Exact counts of prompts by a tokenizer.json, or a folder that has one: `[MODEL=]PATH`; "
+        "needs `pdrouter[tokenizer]`; none: an estimate, learned from usage.", check=check_tokenizer_file)] = ()
+    tokenizer_threads: Annotated[int, setting("Tokens",
+        "Threads that count tokens.", unit="threads", low=1, high=256)] = 2
+    tokenizer_max_waiting: Annotated[int, setting("Tokens",
+        "Most prompts that are being counted or wait for it; others are estimated.",
+        unit="prompts", low=1, high=1_000_000)] = 64
+    tokenizer_max_bytes: Annotated[int, setting("Tokens",
+        "A longer request body is estimated; 128 KB take some 50 ms to count.",
+        unit="bytes", low=1, high=2**30)] = 262_144
 
     prefix_block_bytes: Annotated[int, setting("Prefix",
         "Prompts are compared in blocks of this size; blocks of token ids hold whole ids.",
@@ -188,13 +332,80 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disable_health_check: Annotated[bool, setting("Health",
         "No probes: an endpoint is ready once it was reached.")] = False
 
+    admission: Annotated[bool, setting("Admission",
+        "While every rank that may serve a request has enough to do, it waits in the router and not in an engine, so "
+        "that a short or urgent one can overtake (policy least_work).")] = True
+    admission_max_queue_secs: Annotated[float, setting("Admission",
+        "A prefill rank has enough to do when reading what is queued on it takes longer.",
+        unit="s", low=0, high=3600)] = 1.0
+    admission_max_kv_share: Annotated[float, setting("Admission",
+        "A decode rank has enough to do when more of its KV is in use.", unit="share", low=0.01, high=1)] = 0.95
+    admission_aging_rate: Annotated[float, setting("Admission",
+        "Seconds of work that a second of waiting outweighs: 0 is least work first, more is fairer to long prompts.",
+        unit="s/s", low=0, high=1000)] = 0.3
+    max_concurrent_requests: Annotated[int, setting("Admission",
+        "Requests that run at once, in the whole router; further ones wait; -1: no limit.",
+        unit="requests", low=-1, high=10_000_000)] = -1
+    queue_size: Annotated[int, setting("Admission",
+        "Requests that may wait; further ones get 429 (sglang-router: 100).",
+        unit="requests", low=0, high=10_000_000)] = 10_000
+    queue_max_bytes: Annotated[int, setting("Admission",
+        "Bytes of bodies that may wait.", unit="bytes", low=0, high=2**40)] = 1_073_741_824
+    queue_timeout_secs: Annotated[float, setting("Admission",
+        "A request that has waited longer gets 408.", unit="s", low=0.01, high=86_400)] = 60.0
+    priority_header: Annotated[str, setting("Admission",
+        "Header with a request's priority, an integer: the higher goes first; else the body's priority counts, as the "
+        "engine reads it.", check=check_header)] = "x-request-priority"
+    tenant_header: Annotated[str, setting("Admission",
+        "Header that names whose share of the router a request takes; tenants wait for each other by fair share.",
+        check=check_header)] = "authorization"
+    tenant_weights: Annotated[tuple[str, ...], setting("Admission",
+        "Shares that differ: `TENANT=WEIGHT`, the header's value and a number above 0; others have 1.",
+        check=check_weight)] = ()
+
+    retry_max_retries: Annotated[int, setting("Retries",
+        "Most attempts for one request, the first included; none is made once an answer has begun.",
+        unit="attempts", low=1, high=100)] = 5
+    retry_initial_backoff_ms: Annotated[float, setting("Retries",
+        "Time before the second attempt.", unit="ms", low=0, high=600_000)] = 50.0
+    retry_max_backoff_ms: Annotated[float, setting("Retries",
+        "Longest time before any attempt.", unit="ms", low=0, high=600_000)] = 30_000.0
+    retry_backoff_multiplier: Annotated[float, setting("Retries",
+        "Factor from one such time to the next.", unit="times", low=1, high=100)] = 1.5
+    retry_jitter_factor: Annotated[float, setting("Retries",
+        "Share by which such a time differs either way.", unit="share", low=0, high=1)] = 0.2
+    retry_budget_share: Annotated[float, setting("Retries",
+        "Retries that all requests together may make, as a share of them.", unit="share", low=0, high=100)] = 0.2
+    retry_budget_per_sec: Annotated[float, setting("Retries",
+        "Retries that may be made beyond that share.", unit="1/s", low=0, high=1_000_000)] = 10.0
+    disable_retries: Annotated[bool, setting("Retries",
+        "One attempt for each request.")] = False
+
+    cb_failure_threshold: Annotated[int, setting("Breaker",
+        "Failures in a row by which an endpoint is taken out: its own, never a client's or its partner's.",
+        unit="failures", low=1, high=10_000)] = 10
+    cb_success_threshold: Annotated[int, setting("Breaker",
+        "Successes in a row, one request at a time, by which it comes back.", unit="successes", low=1, high=1000)] = 3
+    cb_timeout_duration_secs: Annotated[float, setting("Breaker",
+        "Time that it stays out before one is tried.", unit="s", low=0.01, high=86_400)] = 60.0
+    cb_window_duration_secs: Annotated[float, setting("Breaker",
+        "Time within which the failures count.", unit="s", low=0.01, high=86_400)] = 120.0
+    disable_circuit_breaker: Annotated[bool, setting("Breaker",
+        "Failures of requests take nobody out.")] = False
+
     upstream_max_connections: Annotated[int, setting("Upstream",
         "Most connections to one endpoint.", unit="connections", low=1, high=65_535)] = 4096
     connect_timeout_secs: Annotated[float, setting("Upstream",
         "Time to open a connection to an engine.", unit="s", low=0.01, high=3600)] = 5.0
     request_timeout_secs: Annotated[float, setting("Upstream",
-        "Time for a whole request, its answer included (sglang-router: 1800).",
+        "Time for a whole request (sglang-router: 1800); a client's x-request-timeout-ms counts if it is less.",
         unit="s", low=0.01, high=604_800)] = 600.0
+    prefill_timeout_secs: Annotated[float, setting("Upstream",
+        "Time from dispatch until a prefill engine has read a prompt.", unit="s", low=0.01, high=604_800)] = 180.0
+    first_token_timeout_secs: Annotated[float, setting("Upstream",
+        "Time from dispatch until a stream has its first token.", unit="s", low=0.01, high=604_800)] = 240.0
+    stream_idle_timeout_secs: Annotated[float, setting("Upstream",
+        "Time between two tokens of a stream.", unit="s", low=0.01, high=604_800)] = 120.0
     upstream_idle_timeout_secs: Annotated[float, setting("Upstream",
         "An idle connection is closed after this time; engines on uvicorn close theirs after 5 s.",
         unit="s", low=0, high=3600)] = 4.0

@@ -102,6 +102,76 @@ class PayloadTooLarge(ClientError):
     code = "payload_too_large"
 
 
+class WaitedTooLong(ClientError):
+    """It waited in the router for as long as it may; no engine could take it."""
+
+    status = 408
+    code = "queue_timeout"
+
+
+class Unauthorized(ClientError):
+    """The request doesn't carry the router's ``api_key``."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class QueueFull(ClientError):
+    """No more requests may wait; ``retry_after_s`` is whole seconds after which there is likely to be room."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class InvalidHttp(ClientError):
+    """The bytes aren't a request of HTTP/1.1, or one that could be read in two ways."""
+
+    code = "invalid_http"
+
+
+class SenderTimeout(ClientError):
+    """The client took too long to send its request."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class RateLimited(ClientError):
+    """The client's key has had its requests or tokens of this minute; ``retry_after_s`` is whole seconds."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TargetTooLong(ClientError):
+    """The request's target exceeds ``client_max_target_bytes``."""
+
+    status = 414
+    code = "target_too_long"
+
+
+class ExpectationFailed(ClientError):
+    """The client expects what isn't done here."""
+
+    status = 417
+    code = "expectation_failed"
+
+
+class HeadTooLarge(ClientError):
+    """The request's head exceeds ``client_max_head_bytes`` or ``client_max_headers``."""
+
+    status = 431
+    code = "head_too_large"
+
+
 class ClientGone(ClientError):
     """The client closed its connection; nobody reads the reply."""
 
@@ -126,6 +196,44 @@ class PoolExhausted(RouterError):
     status = 503
     code = "connection_limit"
     is_retryable = True
+
+
+class TooManyConnections(RouterError):
+    """There are as many connections of clients, or of this client, as may be."""
+
+    status = 503
+    code = "too_many_connections"
+
+
+class ShuttingDown(RouterError):
+    """The router stops; another one may serve the request."""
+
+    status = 503
+    code = "shutting_down"
+
+
+class DeadlineExceeded(RouterError):
+    """It took longer than the client itself allows (``x-request-timeout-ms``)."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+# Beyond the router: no other request would fare better here.
+
+
+class NotImplementedHere(RouterError):
+    """HTTP has it, or may have it; the router doesn't."""
+
+    status = 501
+    code = "not_implemented"
+
+
+class HttpVersionNotSupported(RouterError):
+    """The request is in a version of HTTP other than 1.0 and 1.1."""
+
+    status = 505
+    code = "http_version_not_supported"
 
 
 # Upstream: an engine failed.
@@ -167,6 +275,30 @@ class UpstreamTimeout(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class PrefillTimeout(UpstreamTimeout):
+    """The prompt wasn't read in time."""
+
+    code = "prefill_timeout"
+
+
+class FirstTokenTimeout(UpstreamTimeout):
+    """The answer didn't begin in time."""
+
+    code = "first_token_timeout"
+
+
+class DecodeNeverStarted(FirstTokenTimeout):
+    """The prompt was read, but the decode engine didn't begin to answer in time."""
+
+    code = "decode_never_started"
+
+
+class StreamStalled(UpstreamTimeout):
+    """An answer that had begun didn't go on in time."""
+
+    code = "stream_stalled"
 
 
 # Internal: ours.

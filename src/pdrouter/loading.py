@@ -70,6 +70,15 @@ def from_flags(struct: type[S], known: Mapping[str, Setting], flags: Mapping[str
     return struct(**values)
 
 
+def read_endpoint(role: str, fields: Mapping[str, object]) -> EndpointSettings:
+    """Build what is said of one endpoint of a role; raises ConfigError with every problem found."""
+    reader = _Reader()
+    endpoint = reader.endpoint(role, fields, role)
+    if endpoint is None:
+        raise ConfigError(reader.problems)
+    return endpoint
+
+
 def flag_name(name: str) -> str:
     """Return the flag that sets a setting."""
     return "--" + name.replace("_", "-")
@@ -166,12 +175,13 @@ class _Reader:
         except ValueError as error:
             self.problems.append(f"{label}: {error}")
             return ()
-        read = (self._endpoint(role, item, f"{label}[{index}]") for index, item in enumerate(items))
+        read = (self.endpoint(role, item, f"{label}[{index}]") for index, item in enumerate(items))
         return tuple(endpoint for endpoint in read if endpoint)
 
-    def _endpoint(self, role: str, raw: object, label: str) -> EndpointSettings | None:
+    def endpoint(self, role: str, raw: object, label: str) -> EndpointSettings | None:
+        """Return what is said of an endpoint, unless something is wrong with it."""
         fields: object = _endpoint_fields(raw) if isinstance(raw, str) else raw
-        if not isinstance(fields, dict):
+        if not isinstance(fields, Mapping):
             usage = "URL [BOOTSTRAP_PORT|none]" if role == "prefill" else "URL"
             self.problems.append(f"{label}: {shown(raw)} is not an endpoint; write {usage}")
             return None

@@ -7,50 +7,50 @@ import asyncio
 import gc
 import random
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import cast
 
 import msgspec
-import uvicorn
 import uvloop
 
-from pdrouter.config import Settings, profile_entries
-from pdrouter.control.discovery import static_endpoints
-from pdrouter.control.health import NOT_REACHED, HealthOptions, HealthWatch
-from pdrouter.control.load_monitor import LoadMonitor, LoadOptions
+from pdrouter.config import Settings, tokenizer_file
+from pdrouter.control.changes import Changes
+from pdrouter.control.members import Members
 from pdrouter.control.probe import Prober
+from pdrouter.control.reload import Reload, Source
 from pdrouter.control.tasks import Supervisor
-from pdrouter.core.chooser import PolicyTable
-from pdrouter.core.cost import NEUTRAL, profile_from
-from pdrouter.core.events import EndpointJoined
-from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
-from pdrouter.core.policies.base import Ancestors
-from pdrouter.core.policies.least_work import LeastWork
-from pdrouter.core.policies.minimum_tokens import MinimumTokens
-from pdrouter.core.router import Router, RouterOptions
-from pdrouter.core.shadow import ShadowOptions
+from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine
+from pdrouter.engines.openai import OpenAi
 from pdrouter.engines.sglang import RankFields, Sglang
-from pdrouter.plugins import load_policies
+from pdrouter.engines.trtllm import Trtllm
+from pdrouter.engines.vllm import Vllm
+from pdrouter.options import (
+    LIVE,
+    client_limits,
+    dispatch_options,
+    drain_options,
+    health_options,
+    intake_options,
+    load_options,
+    pool_limits,
+    router_options,
+)
 from pdrouter.proxy.abort import Aborter
 from pdrouter.proxy.app import App
-from pdrouter.proxy.connection import Connection
-from pdrouter.proxy.dispatch import Dispatcher, DispatchOptions
+from pdrouter.proxy.dispatch import Dispatcher
+from pdrouter.proxy.fleet_api import Doors, FleetApi
 from pdrouter.proxy.ids import Ids
-from pdrouter.proxy.intake import Intake, IntakeOptions
+from pdrouter.proxy.intake import Intake
+from pdrouter.proxy.limits import Clients
+from pdrouter.proxy.listener import CannotListen, Listener, listen, url_of
+from pdrouter.proxy.rates import RateOptions, Rates
+from pdrouter.proxy.tokenizer import Counter, TokenizerOptions
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from pdrouter.telemetry.metrics import Metrics
-from pdrouter.upstream.pool import PoolLimits
 from pdrouter.upstream.pools import Pools
-
-_MAX_MODELS = 1024
-"""Models whose rates are learned (I9)."""
-
-_BACKLOG = 4096
 
 _GC_ALLOCATIONS = 100_000
 """Containers between two looks for cycles; requests leave none behind. Chosen; see benchmarks/proxy.py."""
@@ -64,63 +64,117 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.router = Router(router_options(settings))
-        self.engines: Mapping[str, Engine] = {"sglang": Sglang(RankFields(settings.rank_fields))}
+        self.engines = make_engines(settings)
         self.metrics = Metrics(self.router)
         self.ids = Ids(random.Random())  # noqa: S311
-        self.pools = Pools(_pool_limits(settings))
-        self.probe_pools = Pools(_pool_limits(settings))
+        self.pools = Pools(pool_limits(settings))
+        self.probe_pools = Pools(pool_limits(settings))
         self.aborter = Aborter(self.pools, settings.abort_retry_delay_secs)
         self.supervisor = Supervisor()
+        self.clients = Clients(client_limits(settings))
+        self.rates = _rates(settings)
+        self.dispatcher = self._dispatcher()
+        prober = Prober(self.probe_pools, _PROBE_REPLY_BYTES)
+        self.members = Members(
+            self.router,
+            self.engines,
+            prober,
+            self.supervisor,
+            time.monotonic,
+            time.time,
+            health_options(settings),
+            load_options(settings),
+            self._let_go,
+        )
+        self.dispatcher.on_unreachable = self.members.failed
+        self.changes = Changes(settings, self.engines, self.members)
+        self.changes.found_in(settings)  # what is wrong with it stops the start
+        self.reload: Callable[[], None] = lambda: None
+        self.counter = _counter(self.router, settings)
         self.app = App(
             self.router,
-            Intake(self.router, _intake_options(settings)),
-            self._dispatcher(),
+            Intake(self.router, intake_options(settings)),
+            self.dispatcher,
             self.metrics,
             self.ids,
-            time.monotonic,
-            settings.max_payload_size,
+            self.clients,
+            self.rates,
+            self.counter,
+            FleetApi(
+                self.router,
+                time.monotonic,
+                Doors(self.changes, prober.ask, self.supervisor.start),
+                settings.api_key,
+            ),
         )
         self._add_counters()
 
     def _dispatcher(self) -> Dispatcher:
         settings = self.settings
-        options = DispatchOptions(
-            request_timeout_s=settings.request_timeout_secs,
-            max_reply_bytes=settings.upstream_max_reply_bytes,
-            decision_headers=settings.decision_headers,
-        )
         log = DecisionLog(settings.log_level)
         return Dispatcher(
-            self.router, self.engines, self.pools, self.aborter, self.metrics, log, self.ids, time.monotonic, options
+            self.router,
+            self.engines,
+            self.pools,
+            self.aborter,
+            self.metrics,
+            log,
+            self.ids,
+            time.monotonic,
+            dispatch_options(settings),
         )
 
     def _add_counters(self) -> None:
         self.metrics.add_counters("pdrouter_upstream_connections", "Connections to engines.", self.pools.counters)
+        self.metrics.add_counters("pdrouter_clients", "Connections of clients, and limits met.", self.clients.counters)
+        hand_overs = self.dispatcher.hand_overs
+        self.metrics.add_counters("pdrouter_handovers", "Prompts' KV that went astray.", hand_overs.counters)
+        if (waitroom := self.dispatcher.waitroom) is not None:
+            self.metrics.add_counters("pdrouter_queue", "Requests that might have to wait.", waitroom.counters)
+        self.metrics.add_counters("pdrouter_retries", "Further attempts.", self.dispatcher.retries.counters)
+        if self.rates is not None:
+            help_text = "Requests refused for a key's rate, by what there was too much of."
+            self.metrics.add_counters("pdrouter_rate_limited", help_text, self.rates.counters)
+        self.metrics.add_counters("pdrouter_members", "Endpoints that came, went or began anew.", self.members.counters)
         self.metrics.add_counters("pdrouter_aborts", "Aborts sent to engines.", self.aborter.counters)
+        if (counter := self.counter) is not None:
+            self.metrics.add_counters("pdrouter_tokenizer", "Prompts counted, and why not others.", counter.counters)
 
-    def start(self) -> None:
-        """Let the endpoints join, and watch them."""
-        prober = Prober(self.probe_pools, _PROBE_REPLY_BYTES)
-        load_options = LoadOptions(self.settings.worker_load_check_interval, self.settings.load_check_timeout_secs)
-        health_options = _health_options(self.settings)
-        for found in static_endpoints(self.settings):
-            endpoint, engine = found.endpoint, self.engines[found.endpoint.engine]
-            self.router.observe(EndpointJoined(endpoint, NOT_REACHED), time.monotonic())
-            health = HealthWatch(self.router, engine, prober, time.monotonic, health_options, endpoint, found.fixed)
-            loads = LoadMonitor(self.router, engine, prober, time.monotonic, time.time, load_options, endpoint.address)
-            self.supervisor.start(f"health {endpoint.address}", health.run)
-            self.supervisor.start(f"load {endpoint.address}", loads.run)
+    def start(self, source: Source | None) -> None:
+        """Let the endpoints join, and watch them, and the settings' file if there is one."""
+        self.changes.start()
+        if source is not None:
+            reload = Reload(source, self.apply, self.settings.config_check_interval_secs)
+            self.metrics.add_counters("pdrouter_reloads", "Settings read again.", reload.counters)
+            self.supervisor.start("reload", reload.run)
+            self.reload = reload.ask
+
+    def apply(self, settings: Settings) -> Sequence[str]:
+        """Put settings that were read again into effect; return the names of those that can't change any more.
+
+        Raises: ConfigError; then nothing has changed.
+        """
+        found = self.changes.found_in(settings)
+        changed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(self.settings, n)]
+        live = {name: getattr(settings, name) for name in changed if name in LIVE}
+        settings = self.settings = msgspec.structs.replace(self.settings, **live)
+        self.dispatcher.options = dispatch_options(settings)
+        self.members.set_options(health_options(settings), load_options(settings))
+        self.changes.follow(settings, found)
+        return [name for name in changed if name not in LIVE]
+
+    async def _let_go(self, address: str) -> None:
+        await self.pools.forget(address)
+        await self.probe_pools.forget(address)
 
     async def aclose(self) -> None:
         """End what runs in the background, and all connections to engines."""
+        if self.counter is not None:
+            self.counter.close()
         await self.supervisor.aclose()
         await self.aborter.aclose()
         await self.pools.aclose()
         await self.probe_pools.aclose()
-
-
-class CannotListen(Exception):
-    """The address is taken, or isn't ours."""
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -132,27 +186,27 @@ class Running(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Running]:
+async def running(settings: Settings, source: Source | None = None) -> AsyncIterator[Running]:
     """Run a router in this event loop: it listens when the context is entered, and is gone when it is left.
 
     Raises: CannotListen.
     """
     service = Service(settings)
-    sock = _listen(settings)
-    server = _Server(service, settings)
-    serving = asyncio.get_running_loop().create_task(server.serve(sockets=[sock]))
+    sock = listen(settings.host, settings.port)
+    listener = Listener(service.app, service.dispatcher, lambda: drain_options(service.settings))
+    serving = asyncio.get_running_loop().create_task(listener.serve(sockets=[sock]))
     try:
-        await server.is_up.wait()
-        service.start()
-        yield Running(_url(sock), service, serving)
+        await listener.is_up.wait()
+        service.start(source)
+        yield Running(url_of(sock), service, serving)
     finally:
-        server.should_exit = True
+        listener.stop()
         await serving
         await service.aclose()
         sock.close()
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, source: Source | None = None) -> int:
     """Run a router until a stop signal; return the exit status."""
     set_up_logs(settings.log_level, settings.log_format)
     early: list[int] = []
@@ -160,167 +214,59 @@ def serve(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: early.append(number))
     try:
-        uvloop.run(_serve(settings, early))
+        uvloop.run(_serve(settings, source, early))
     except CannotListen as error:
         print(f"pdrouter: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
-async def _serve(settings: Settings, early: list[int]) -> None:
-    async with running(settings) as router:
+async def _serve(settings: Settings, source: Source | None, early: list[int]) -> None:
+    async with running(settings, source) as router:
         if early:
             return
+        if source is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.service.reload)
         gc.freeze()  # what lives as long as the process needn't be looked at again
         gc.set_threshold(_GC_ALLOCATIONS)
         print(f"pdrouter listens on {router.url}", flush=True)  # noqa: T201
         await router.serving
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with our application, and a sign when it listens."""
-
-    def __init__(self, service: Service, settings: Settings) -> None:
-        self.is_up = asyncio.Event()
-        super().__init__(
-            uvicorn.Config(
-                service.app,
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                log_level="critical",
-                server_header=False,
-                date_header=False,
-                proxy_headers=False,
-                backlog=_BACKLOG,
-                timeout_graceful_shutdown=round(settings.shutdown_grace_period_secs),
-            )
-        )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        self.is_up.set()
+def make_engines(settings: Settings) -> Mapping[str, Engine]:
+    """Return the kinds of engines by name."""
+    return {
+        "sglang": Sglang(RankFields(settings.rank_fields)),
+        "vllm": Vllm(),
+        "trtllm": Trtllm(),
+        "openai": OpenAi(),
+    }
 
 
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((settings.host, settings.port))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise CannotListen(f"can't listen on {settings.host}:{settings.port}: {error.strerror}") from error
-    sock.setblocking(False)
-    return sock
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def router_options(settings: Settings) -> RouterOptions:
-    """Return the settings of the core."""
-    profiles = {name: profile_from(entry) for name, entry in profile_entries().items()}
-    rank_policy = _rank_policy(settings)
-    return RouterOptions(
-        policy=settings.policy,
-        prefill_policy=settings.prefill_policy or settings.policy,
-        decode_policy=settings.decode_policy or settings.policy,
-        rank_policy=rank_policy,
-        report_max_age_s=settings.report_max_age_secs,
-        visible_delay_s=settings.report_visible_delay_secs,
-        history_events=settings.ledger_history_events,
-        bytes_per_token=settings.bytes_per_token,
-        max_models=_MAX_MODELS,
-        prefix_bytes=settings.prefix_index_bytes,
-        prefix_block_tokens=settings.prefix_block_bytes / settings.bytes_per_token,
-        output_tokens=settings.default_output_tokens,
-        profile=profiles[settings.profile] if settings.profile else NEUTRAL,
-        profiles=profiles,
-        chance=random.Random(settings.seed),  # noqa: S311
-        load_aware_spread_requests=settings.load_aware_spread_requests,
-        load_aware_sigma=settings.load_aware_sigma,
-        ancestors=ancestors(settings),
-        journal_decisions=settings.journal_decisions,
-        shadow=_shadow_options(settings, rank_policy),
-        plugins=_plugins(settings),
-    )
-
-
-def _plugins(settings: Settings) -> PolicyTable:
-    """Return the policies of other packages, if one is named.
+def _counter(router: Router, settings: Settings) -> Counter | None:
+    """Return who counts tokens, if a tokenizer is named.
 
     Raises: ConfigError.
     """
-    names = {settings.policy, settings.prefill_policy, settings.decode_policy, settings.shadow_policy} - {None}
-    return {} if names <= POLICIES.keys() else cast("PolicyTable", load_policies(POLICIES))
-
-
-def _rank_policy(settings: Settings) -> str:
-    if settings.rank_fields == "none":
-        return ENGINE
-    if settings.dp_minimum_tokens_scheduler:
-        return MinimumTokens.name
-    return settings.rank_policy or (LeastWork.name if settings.policy == LeastWork.name else MinimumTokens.name)
-
-
-def _shadow_options(settings: Settings, rank_policy: str) -> ShadowOptions | None:
-    """Return who looks on: the policy named, for ranks as well where it can choose them and the router does."""
-    name = settings.shadow_policy
-    if name is None:
+    if not settings.tokenizer_path:
         return None
-    chooses_ranks = name in RANK_POLICIES and rank_policy != ENGINE
-    chance = random.Random(settings.seed)  # noqa: S311
-    return ShadowOptions(policy=name, rank_policy=name if chooses_ranks else rank_policy, chance=chance)
-
-
-def ancestors(settings: Settings) -> Ancestors:
-    """Return the settings of the policies that come from other routers."""
-    return Ancestors(
-        load_aware_generation=settings.load_aware_generation,
-        minimum_tokens_published=settings.minimum_tokens_published,
-        cache_threshold=settings.cache_threshold,
-        balance_abs_threshold=settings.balance_abs_threshold,
-        balance_rel_threshold=settings.balance_rel_threshold,
-        max_idle_s=settings.max_idle_secs,
-        assignment_mode=settings.assignment_mode,
-        bucket_adjust_interval_s=settings.bucket_adjust_interval_secs,
+    options = TokenizerOptions(
+        paths=dict(map(tokenizer_file, settings.tokenizer_path)),
+        threads=settings.tokenizer_threads,
+        max_waiting=settings.tokenizer_max_waiting,
+        max_bytes=settings.tokenizer_max_bytes,
     )
+    return Counter(router, options)
 
 
-def _pool_limits(settings: Settings) -> PoolLimits:
-    return PoolLimits(
-        connect_timeout_s=settings.connect_timeout_secs,
-        idle_timeout_s=settings.upstream_idle_timeout_secs,
-        max_idle=settings.upstream_max_idle,
-        max_connections=settings.upstream_max_connections,
-        read_buffer_bytes=settings.upstream_read_buffer_bytes,
-        max_header_bytes=settings.upstream_max_header_bytes,
-    )
-
-
-def _intake_options(settings: Settings) -> IntakeOptions:
-    return IntakeOptions(
-        request_id_headers=tuple(name.lower().encode() for name in settings.request_id_headers),
-        prefix_block_bytes=settings.prefix_block_bytes,
-        image_tokens=settings.image_tokens,
-        owns_ranks=settings.rank_fields != "none",
-    )
-
-
-def _health_options(settings: Settings) -> HealthOptions:
-    return HealthOptions(
-        path=settings.health_check_endpoint,
-        interval_s=settings.health_check_interval_secs,
-        timeout_s=settings.health_check_timeout_secs,
-        startup_interval_s=settings.worker_startup_check_interval,
-        failure_threshold=settings.health_failure_threshold,
-        success_threshold=settings.health_success_threshold,
-        is_disabled=settings.disable_health_check,
+def _rates(settings: Settings) -> Rates | None:
+    if settings.rate_limit_requests_per_min is None and settings.rate_limit_tokens_per_min is None:
+        return None
+    return Rates(
+        RateOptions(
+            requests_per_min=settings.rate_limit_requests_per_min,
+            tokens_per_min=settings.rate_limit_tokens_per_min,
+            key_header=settings.rate_limit_key_header.encode(),
+            output_tokens=settings.default_output_tokens,
+        )
     )

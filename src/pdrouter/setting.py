@@ -223,6 +223,31 @@ def check_url(text: str) -> str:
     return f"http://{host}:{port}"
 
 
+def check_kv_address(text: str) -> str:
+    """Return ``IP:PORT``; ValueError says what is wrong with anything else."""
+    host, _, port = text.rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        is_right = 1 <= int(port) <= 65535
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError(f"{shown(text)} isn't an address; write IP:PORT")
+    return text
+
+
+def check_weight(text: str) -> str:
+    """Return ``NAME=WEIGHT``; ValueError says what is wrong with anything else."""
+    name, _, weight = text.rpartition("=")
+    try:
+        is_right = bool(name) and 0 < float(weight) < float("inf")
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError(f"{shown(text)} isn't a weight; write NAME=WEIGHT with a number above 0")
+    return text
+
+
 def _url_fault(text: str) -> str:
     if re.fullmatch(r"(https?://)?[^@]*@[0-9]+/?", text):
         return f"{shown(text)} names a rank; ranks are learned from the engine, write http://HOST:PORT"

@@ -10,15 +10,17 @@ from pdrouter.core import events
 from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
 from pdrouter.core.drains import DrainRates
-from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.fleet import Disaggregation, Endpoint, Role
 from pdrouter.core.ledger import Account, RankKey
 from pdrouter.core.load import RankReport
 from pdrouter.core.policies.base import PolicyOptions
+from pdrouter.core.policies.books import Books
+from pdrouter.core.profiles import Profiles
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router, RouterOptions
 from pdrouter.core.work import WorkIndex
 from pdrouter.errors import RouterError
-from pdrouter.server import ancestors
+from pdrouter.options import ancestors, breaker_options
 
 _SETTINGS = Settings()
 
@@ -30,6 +32,9 @@ def make_options(*, policy: str = "minimum_tokens", seed: int = 1, **changes: ob
         prefill_policy=policy,
         decode_policy=policy,
         rank_policy="least_work" if policy == "least_work" else "minimum_tokens",
+        disaggregation=Disaggregation(_SETTINGS.disaggregation),
+        breaker=breaker_options(_SETTINGS),
+        entrance=None,
         report_max_age_s=_SETTINGS.report_max_age_secs,
         visible_delay_s=_SETTINGS.report_visible_delay_secs,
         history_events=_SETTINGS.ledger_history_events,
@@ -55,8 +60,9 @@ def make_policy_options(seed: int) -> PolicyOptions:
         chance=random.Random(seed),
         load_aware_spread_requests=_SETTINGS.load_aware_spread_requests,
         load_aware_sigma=_SETTINGS.load_aware_sigma,
-        work=WorkIndex(NEUTRAL, {}),
+        work=WorkIndex(Profiles(NEUTRAL, {})),
         drains=DrainRates(),
+        books=Books(),
         ancestors=ancestors(_SETTINGS),
     )
 
@@ -96,9 +102,9 @@ def facts(tokens: int = 100, **fields: object) -> RequestFacts:
     return msgspec.structs.replace(RequestFacts(request_id="r", prompt_tokens=tokens), **fields)
 
 
-def decide(router: Router, request: RequestFacts, now_s: float) -> Decision:
+def decide(router: Router, request: RequestFacts, now_s: float, avoid: frozenset[RankKey] = frozenset()) -> Decision:
     """Return the decision for a request that can be placed."""
-    answer = router.decide(request, now_s)
+    answer = router.decide(request, now_s, avoid)
     assert isinstance(answer, Decision), answer
     return answer
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from pdrouter.core.fleet import Role
-from pdrouter.core.ledger import LegKind, RankKey
+from pdrouter.core.decision import Decision, Placement, Why
+from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.ledger import Account, LegKind, RankKey
 from pdrouter.core.load import EndpointLoad, LoadView, RankReport
 from pdrouter.core.policies.base import Candidate, Policy, PolicyOptions, Question
 
-from .builders import decode, facts, make_policy_options, prefill
+from .builders import decode, facts, make_policy_options, prefill, regular
 
 SEEDS = range(120)
 
@@ -69,3 +70,34 @@ def picks(
 ) -> Counter[str]:
     """Return which candidates a new policy picks over many seeds, and how often."""
     return Counter(str(pool[make(options(s, **changes)).choose(question, pool).index].key) for s in SEEDS)
+
+
+def placed(
+    number: int,
+    *,
+    on: str = "p0",
+    rank: int = 0,
+    to: str | None = "d0",
+    tokens: int = 100,
+    blocks: Sequence[int] = (),
+    block_tokens: float = 10.0,
+    now_s: float = 0.0,
+) -> Decision:
+    """Return a decision: read on a rank of ``on``, written on rank 0 of ``to``; ``None``: both on one."""
+    request = facts(tokens, prefix_blocks=tuple(blocks), block_tokens=block_tokens)
+    first = _placement(regular(on) if to is None else prefill(on), rank, tokens)
+    last = first if to is None else _placement(decode(to), 0, tokens)
+    return Decision(
+        number=number,
+        facts=request,
+        prefill=None if to is None else first,
+        decode=last,
+        prefix_tokens=0,
+        decided_at_s=now_s,
+    )
+
+
+def _placement(endpoint: Endpoint, rank: int, tokens: int) -> Placement:
+    kind, why = LegKind(str(endpoint.role)), Why("test", "")
+    account = Account(RankKey(endpoint.address, rank), visible_delay_s=0.0, history_s=1.0, history_events=10)
+    return Placement(endpoint, kind, rank, account.reserve(kind, tokens, tokens, 0.0), why, why, None)

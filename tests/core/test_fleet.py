@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdrouter.core.fleet import Endpoint, Fleet, Role
+from pdrouter.core.fleet import Disaggregation, Endpoint, Fleet, Role
 from pdrouter.errors import InvariantViolation
 
 from .builders import decode, prefill, regular
@@ -10,7 +10,7 @@ from .builders import decode, prefill, regular
 
 def make_fleet(*endpoints: Endpoint) -> Fleet:
     """Return a fleet, all of it ready."""
-    fleet = Fleet()
+    fleet = Fleet(Disaggregation.AUTO)
     for endpoint in endpoints:
         fleet.put(endpoint)
     return fleet

@@ -8,7 +8,7 @@ from pdrouter.core.heap import ChangingHeap, Entry
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["put", "drop", "change"]), st.integers(0, 20), st.integers(0, 30)), max_size=200
+        st.tuples(st.sampled_from(["put", "put", "move", "drop"]), st.integers(0, 20), st.integers(0, 30)), max_size=200
     )
 )
 def test_entries_come_by_key_and_age(steps: list[tuple[str, int, int]]) -> None:
@@ -16,14 +16,19 @@ def test_entries_come_by_key_and_age(steps: list[tuple[str, int, int]]) -> None:
     heap: ChangingHeap[int] = ChangingHeap()
     live: dict[int, tuple[int, int, Entry[int]]] = {}
     for age, (step, key, item) in enumerate(steps):
-        if step != "put" and item in live:
-            heap.drop(live.pop(item)[2])
-        if step != "drop" and item not in live:
+        if step == "drop" and item in live:
+            heap.drop(live[item][2])
+            assert not live.pop(item)[2].is_live
+        elif step == "move" and item in live:
+            live[item] = (key, age, heap.move(live[item][2], key))
+        elif step == "put" and item not in live:
             live[item] = (key, age, heap.put(key, item))
     assert [e.item for e in heap.in_order()] == [e.item for _, _, e in sorted(live.values(), key=lambda v: v[:2])]
     assert len(heap) == len(live)
-    first = heap.first()
-    assert (first.item if first else None) == next((e.item for e in heap.in_order()), None)
+    for item, (_, _, entry) in live.items():
+        assert (entry.is_live, entry.item) == (True, item)
+    if live:
+        assert heap.top() is next(heap.in_order())
 
 
 def test_an_entry_is_dropped_once() -> None:
@@ -42,7 +47,9 @@ def test_what_is_left_behind_is_bounded() -> None:
     entries = {n: heap.put(n, n) for n in range(100)}
     for round_ in range(1, 200):
         for n, entry in entries.items():
-            heap.drop(entry)
-            entries[n] = heap.put(n + round_ * (n % 7), n)
-        assert heap.left_behind <= 100 + 64
-    assert len(heap) == 100
+            heap.move(entry, n + round_ * (n % 7))
+            assert heap.left_behind <= 100 + 64
+    for entry in list(entries.values())[10:]:
+        heap.drop(entry)
+        assert heap.left_behind <= len(heap) + 64
+    assert len(heap) == 10

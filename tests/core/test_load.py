@@ -11,7 +11,18 @@ from pdrouter.core.ledger import Account, LegKind
 from pdrouter.core.load import LoadView, PeerMean, RankReport
 from pdrouter.errors import InvariantViolation
 
-from .builders import make_endpoint, make_options, make_router, prefill, report, report_requests
+from .builders import (
+    decide,
+    decode,
+    effective,
+    facts,
+    make_endpoint,
+    make_options,
+    make_router,
+    prefill,
+    report,
+    report_requests,
+)
 
 
 def make_view(*dp_sizes: int, visible_delay_s: float = 0.0, history_events: int = 1000) -> LoadView:
@@ -429,3 +440,14 @@ def test_requests_alone_are_a_report() -> None:
     router = make_router([prefill("p", dp_size=2)])
     report_requests(router, "p", [4, 7], 1.0)
     assert [r.effective_requests for r in router.load.endpoints["p"].ranks] == [4, 7]
+
+
+def test_a_report_that_lags_takes_nothing_away() -> None:
+    """What it doesn't show yet is still there; what it shows beyond ours is others' work."""
+    router = make_router([prefill("p", dp_size=2, reports_lag=True), decode("d")])
+    for _ in range(2):
+        decide(router, facts(300), 1.0)
+    report(router, "p", [0, 0], 2.0)
+    assert effective(router, "p") == [300, 300]
+    report(router, "p", [0, 500], 3.0)
+    assert effective(router, "p") == [300, 500]

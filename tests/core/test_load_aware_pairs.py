@@ -12,8 +12,9 @@ from pdrouter.core.load import RankReport
 from pdrouter.core.policies import POLICIES, pair_policy
 from pdrouter.core.policies.load_aware import LoadAware
 from pdrouter.core.policies.load_aware_pairs import LoadAwarePairs, _prefill_imbalance
+from pdrouter.core.policies.measures import kv_use
 from pdrouter.core.policies.pairs import Group, grouped
-from pdrouter.core.policies.scores import decode_scores, kv_use, prefill_scores, throughput
+from pdrouter.core.policies.scores import decode_scores, prefill_scores, throughput
 
 from .builders import decide, decode, facts, make_options, make_router, prefill, prefill_of
 from .pools import SEEDS, Row, ask, busy_pool, hold, options, picks, telling_pool

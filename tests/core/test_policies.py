@@ -220,6 +220,26 @@ class TestPowerOfTwo:
         pick = policy.choose(ask(), pool)
         assert (pick.index, pick.why.is_notable) == (1, False)
 
+    def test_a_report_is_taken_as_it_is(self) -> None:
+        """What was sent since isn't added to it: with old reports it herds, as published."""
+        pool = make_pool((1, 2))
+        for _ in range(50):
+            pool[0].ranks[0].account.reserve(LegKind.PREFILL, 1000, 1000, 5.0)
+        policy = PowerOfTwo(make_policy_options(1))
+        for candidates in (pool, [p.ranks[0] for p in pool]):
+            assert {policy.choose(ask(), candidates).index for _ in range(20)} == {0}
+
+    def test_a_report_without_tokens_is_none(self) -> None:
+        """Then requests in flight are compared."""
+        view = LoadView(report_max_age_s=10.0, visible_delay_s=0.0, history_events=100)
+        for name in ("a", "b"):
+            view.add(prefill(name))
+            view.accept(name, [RankReport(0, requests=1, tokens=None if name == "a" else 0)], 1.0, 1.0)
+        pool = list(view.endpoints.values())
+        pool[1].ranks[0].account.reserve(LegKind.PREFILL, 10, 10, 2.0)
+        pick = PowerOfTwo(make_policy_options(1)).choose(ask(), pool)
+        assert (pick.index, list(pick.why.values)) in [(0, [0, 1]), (0, [1, 0])]
+
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_goes_by_its_name(name: str) -> None:

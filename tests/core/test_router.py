@@ -233,7 +233,7 @@ class TestPair:
         """Should a policy's pool be wrong, the last check fails the request and reserves nothing."""
         router = make_router([prefill("p"), decode("d")])
         decide(router, facts(), 1.0)
-        router.fleet._out["d"] = "went out behind the pools"
+        router.fleet._out["d"] = {"health": "went out behind the pools"}
         assert isinstance(reject(router, facts(), 1.0), InvariantViolation)
         assert len(router.live) == 1
 
@@ -249,33 +249,31 @@ class TestNobody:
             (
                 [prefill("p"), decode("d")],
                 {"p": "starting", "d": "probe failed 3 times"},
-                "no ready endpoint (2 known: prefill p: starting; decode d: probe failed 3 times)",
+                (
+                    "no prefill endpoint is ready (1 known: p starting); "
+                    "no decode endpoint is ready (1 known: d probe failed 3 times)"
+                ),
             ),
             (
                 [prefill("p"), decode("d")],
                 {"d": "probe failed"},
-                (
-                    "no ready pair of prefill and decode endpoints "
-                    "(2 known: prefill p: ready, but no partner is; decode d: probe failed)"
-                ),
+                "no decode endpoint is ready (1 known: d probe failed)",
             ),
             (
                 [prefill("p"), decode("d")],
                 {"p": "draining"},
-                (
-                    "no ready pair of prefill and decode endpoints "
-                    "(2 known: prefill p: draining; decode d: ready, but no partner is)"
-                ),
+                "no prefill endpoint is ready (1 known: p draining)",
             ),
             (
                 [prefill("p", group="a"), decode("d", group="b")],
                 {},
                 (
-                    "no ready pair of prefill and decode endpoints "
-                    "(2 known: prefill p: ready, but no partner is; decode d: ready, but no partner is)"
+                    "no ready prefill endpoint has a ready decode endpoint as its partner "
+                    "(engine, KV transport, group and model must agree; 2 known)"
                 ),
             ),
-            ([regular("w")], {"w": "unhealthy"}, "no ready endpoint (1 known: regular w: unhealthy)"),
+            ([prefill("p")], {}, "no decode endpoint is known"),
+            ([regular("w")], {"w": "unhealthy"}, "no regular endpoint is ready (1 known: w unhealthy)"),
         ],
     )
     def test_it_names_everybody(self, policy: str, fleet: list[Endpoint], outs: dict[str, str], words: str) -> None:
@@ -293,8 +291,8 @@ class TestNobody:
         for n in range(10):
             router.observe(events.ReadinessChanged(f"w{n}", "down"), 1.0)
         message = reject(router, facts(model="m"), 2.0).message
-        assert message.startswith("no ready endpoint for model 'm' (10 known: regular w0: down;")
-        assert message.endswith("regular w7: down and 2 more)")
+        assert message.startswith("no regular endpoint of model 'm' is ready (10 known: w0 down;")
+        assert message.endswith("w7 down and 2 more)")
 
 
 class TestClientRank:

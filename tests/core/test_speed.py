@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrouter.core.cost import NEUTRAL, prefill_s, step_s
-from pdrouter.core.speed import CLASS_STEP, MAX_FACTOR, PRIOR, WINDOW, Speed, class_factor
+from pdrouter.core.speed import CLASS_STEP, MAX_FACTOR, PRIOR, WINDOW, Peers, Speed, class_factor
 
 WILD = (100.0, 0.01, nan, -1.0, 0.0, inf)
 factors = st.floats(1 / 20, 20)
@@ -287,7 +287,8 @@ def test_totals_alone_teach_a_speed(true: float) -> None:
 def test_totals_confirm_what_prefills_taught(prompts: int, uncached: int, past: int) -> None:
     """Short prompts, one by one or many in a step, and long pasts don't look like another speed."""
     speed, engine = Speed(NEUTRAL), Totals(1.5)
-    for _ in range(40):
+    for _ in range(120):
+        speed.saw_prompt(uncached, past)
         speed.saw_prefill(uncached, past, 1.5 * prefill_s(NEUTRAL, uncached, past))
     for _ in range(100):
         engine.tell(speed)
@@ -300,6 +301,7 @@ def test_totals_follow_a_change() -> None:
     """An engine that slows down to half is found out by its totals, though no single prefill is seen any more."""
     speed, engine = Speed(NEUTRAL), Totals(1.0)
     for _ in range(WINDOW):
+        speed.saw_prompt(4000, 0)
         speed.saw_prefill(4000, 0, prefill_s(NEUTRAL, 4000, 0))
     engine.factor = 2.0
     for _ in range(31):
@@ -362,3 +364,19 @@ def test_wild_totals_move_little(true: float, seed: int) -> None:
             engine.busy_s += chance.choice([10.0, 0.0, 1000.0])
         if number > WINDOW:
             assert is_near(speed.prefill_factor, true)
+
+
+def test_one_that_nobody_tried_is_like_its_peers() -> None:
+    """Until it shows otherwise; then its own observations count."""
+    peers = Peers()
+    tried, untried = Speed(NEUTRAL, peers), Speed(NEUTRAL, peers)
+    for _ in range(30):
+        tried.saw_prefill(4000, 0, 0.1 * prefill_s(NEUTRAL, 4000, 0))
+    assert untried.prefill_factor == 1.0
+    untried.refresh()
+    assert untried.prefill_factor == pytest.approx(0.1, rel=0.05)
+    assert Speed(NEUTRAL, peers).prefill_factor == pytest.approx(0.1, rel=0.05)
+    for _ in range(30):
+        untried.saw_prefill(4000, 0, 0.5 * prefill_s(NEUTRAL, 4000, 0))
+    assert untried.prefill_factor == pytest.approx(0.5, rel=0.05)
+    assert Speed(NEUTRAL).prefill_factor == 1.0

@@ -7,8 +7,8 @@ from pdrouter.core import events
 from pdrouter.core.cost import NEUTRAL, prefill_s
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import RankReport
+from pdrouter.core.places import Worker
 from pdrouter.core.router import Router
-from pdrouter.core.work import Worker
 
 from .builders import decide, decode, facts, make_options, make_router, prefill, regular
 
@@ -46,6 +46,17 @@ def test_a_report_doesnt_begin_the_work_anew() -> None:
         assert worker_of(router).free_at_s == pytest.approx(free_at_s)
 
 
+def test_an_answer_that_grows_makes_steps_longer() -> None:
+    """Its rank's share follows each token, and is gone with it."""
+    router = make_least()
+    placed = decide(router, facts(1000), 10.0)
+    router.observe(events.TokensGenerated(placed, 500), 11.0)
+    share_s = NEUTRAL.step_request_s + 1500 * NEUTRAL.step_kv_token_s
+    assert worker_of(router, "d").share_s == pytest.approx(share_s)
+    router.settle(placed, 12.0)
+    assert worker_of(router, "d").share_s == 0.0
+
+
 def test_a_prompt_that_is_given_up_needs_no_time() -> None:
     """Its rank goes on with the next; what it is reading isn't begun anew."""
     router = make_least()
@@ -58,8 +69,8 @@ def test_a_prompt_that_is_given_up_needs_no_time() -> None:
 def test_work_of_others_is_waited_for_until_its_report_is_old() -> None:
     """It is added to ours, and forgotten with the report."""
     router = make_least()
-    router.observe(events.LoadReported("p", [RankReport(0, 50_000.0, 5.0)], 1.0), 1.0)
-    assert worker_of(router).free_at_s > 2.0
+    router.observe(events.LoadReported("p", [RankReport(0, 5e6, 5.0)], 1.0), 1.0)
+    assert worker_of(router).free_at_s > 200.0
     decide(router, facts(10), 100.0)
     assert worker_of(router).free_at_s < 100.1
 
@@ -83,6 +94,7 @@ def test_endpoints_come_and_go() -> None:
     placed = decide(router, facts(3000), 0.0)
     router.observe(events.ReadinessChanged("p", "out"), 0.0)
     assert worker_of(router).prefill is None
+    assert [kind.readers for kind in router.work.sites["p"].domain.kinds] == [()]
     router.observe(events.ReadinessChanged("p", None), 0.0)
     assert worker_of(router).prefill is not None
     for address in ("p", "d", "never"):
@@ -122,7 +134,9 @@ def test_answers_teach_the_pace_of_steps() -> None:
     tier = worker_of(router, "d").decode_tier
     assert tier is not None
     assert 2.4 < tier.pace.factor < 3.6
-    assert len(router.work.sites["d"].domain.decode_paces) == 1
+    site = router.work.sites["d"]
+    assert list(site.pool.decode.values()) == [tier]
+    assert [kind.writers for kind in site.domain.kinds] == [(tier.pace,)]
 
 
 def test_long_prompts_alone_teach_the_pace_of_prefill() -> None:
@@ -139,3 +153,6 @@ def test_long_prompts_alone_teach_the_pace_of_prefill() -> None:
         router.observe(events.FirstTokenSeen(decision), now_s + 2 * prefill_s(NEUTRAL, 4000, 0))
         router.settle(decision, now_s + 0.6)
     assert router.work.sites["p"].speed.prefill_factor == pytest.approx(2, rel=0.05)
+    tier = worker_of(router).prefill_tier
+    assert tier is not None
+    assert 1.8 < tier.pace.factor < 2.2

@@ -15,11 +15,13 @@ ROOMS = (7_000_000_000_000_000_001, 7_000_000_000_000_000_002, 7_000_000_000_000
 
 
 def make_inbound(rest: bytes = b'"text":"hi"}', **fields: object) -> Inbound:
-    """Return a plain request to ``/generate``."""
+    """Return a plain request to ``/generate``; ``rest`` is its body behind the opening brace."""
     inbound = Inbound(
         path="/generate",
-        rest=rest,
-        headers=b"content-type: application/json\r\nx-request-id: r-1\r\n",
+        body=b"{" + rest,
+        start=1,
+        fields=(),
+        headers=b"content-type: application/json\r\n",
         request_id="r-1",
         is_stream=False,
         batch=None,
@@ -74,6 +76,12 @@ def prefill_leg(plan: Plan) -> Leg:
     """Return the prefill leg of a plan for two."""
     assert plan.prefill is not None
     return plan.prefill
+
+
+def decode_leg(plan: Plan) -> Leg:
+    """Return the decode leg of a plan that has one from the start."""
+    assert plan.decode is not None
+    return plan.decode
 
 
 def body_of(leg: Leg) -> bytes:

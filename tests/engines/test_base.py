@@ -11,7 +11,7 @@ from pdrouter.core.fleet import Role
 from pdrouter.engines.base import request_head, rest_without, splice
 from pdrouter.errors import DuplicateField, InvalidJson
 
-from .builders import make_endpoint, make_inbound
+from .builders import make_endpoint
 
 OURS = b'"rid":"ours","bootstrap_room":7000000000000000001'
 OWNED = ("rid", "bootstrap_room", "routed_dp_rank")
@@ -69,7 +69,7 @@ def exactly(body: bytes) -> object:
 def test_a_spliced_body_is_ours_then_the_clients_bytes(body: str, space: str) -> None:
     """It parses to our fields and the original, and no byte behind the opening brace is another."""
     rest = body[1:].encode() + space.encode()
-    spliced = b"".join(splice(make_inbound(rest), OURS))
+    spliced = b"".join(splice(rest, OURS))
     assert spliced.endswith(rest)
     assert exactly(spliced) == exactly(b"{" + OURS + b"}") + exactly(body.encode())  # type: ignore[operator]
 
@@ -86,7 +86,7 @@ def test_a_rewritten_body_loses_our_fields_only(
     rest = rest_without(body.encode(), OWNED)
     kept = [(name, value) for name, value in fields if name not in owned]
     assert rest == b",".join(_name(name) + b":" + value.encode() for name, value in kept) + b"}"
-    spliced = b"".join(splice(make_inbound(rest), OURS))
+    spliced = b"".join(splice(rest, OURS))
     assert json.loads(spliced) == {**json.loads(b"{" + OURS + b"}"), **{n: json.loads(v) for n, v in kept}}
 
 
@@ -111,14 +111,14 @@ def _name(text: str) -> bytes:
 )
 def test_splicing(rest: bytes, fields: bytes, spliced: bytes) -> None:
     """A comma stands where one is needed; a view of the body is as good as bytes."""
-    assert b"".join(splice(make_inbound(rest), fields)) == spliced
-    assert b"".join(splice(make_inbound(memoryview(rest)), fields)) == spliced  # type: ignore[arg-type]
+    assert b"".join(splice(rest, fields)) == spliced
+    assert b"".join(splice(memoryview(rest), fields)) == spliced
 
 
 def test_a_large_body_is_not_copied() -> None:
     """What is sent is a view of what was received."""
     view = memoryview(b'{"text":"' + b"x" * 100_000 + b'"}')[1:]
-    assert splice(make_inbound(view), OURS)[1] is view  # type: ignore[arg-type]
+    assert splice(view, OURS)[1] is view
 
 
 @pytest.mark.parametrize(

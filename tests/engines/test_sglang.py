@@ -16,6 +16,7 @@ from pdrouter.engines.sglang import OWNED_FIELDS, RANK_FIELDS, RankFields, Sglan
 from .builders import (
     ROOMS,
     body_of,
+    decode_leg,
     fields_of,
     lines_of,
     make_attempt,
@@ -74,17 +75,17 @@ def test_ranks_are_written_as_the_version_reads_them(
     """Each leg gets its own rank, the decode leg the prefill's too; nothing else stands in the body."""
     plan = sglang(rank_fields).plan(make_pair(version=version), make_inbound(), make_attempt())
     assert fields_of(prefill_leg(plan)) == {**HANDSHAKE, **ranks[0], "text": "hi"}
-    assert fields_of(plan.decode) == {**HANDSHAKE, **ranks[1], "text": "hi"}
+    assert fields_of(decode_leg(plan)) == {**HANDSHAKE, **ranks[1], "text": "hi"}
 
 
 def test_ranks_as_headers() -> None:
     """Each leg has its own; the other spellings have none."""
     plan = sglang(RankFields.HEADER).plan(make_pair(), make_inbound(), make_attempt())
     assert prefill_leg(plan).head.count(b"\r\nx-data-parallel-rank: 1\r\n") == 1
-    assert plan.decode.head.count(b"\r\nx-data-parallel-rank: 2\r\n") == 1
+    assert decode_leg(plan).head.count(b"\r\nx-data-parallel-rank: 2\r\n") == 1
     for spelling in set(RankFields) - {RankFields.HEADER}:
         plan = sglang(spelling).plan(make_pair(), make_inbound(), make_attempt())
-        assert b"parallel" not in prefill_leg(plan).head + plan.decode.head
+        assert b"parallel" not in prefill_leg(plan).head + decode_leg(plan).head
 
 
 @pytest.mark.parametrize("spelling", RankFields)
@@ -92,7 +93,7 @@ def test_ranks_as_headers() -> None:
 def test_a_rank_that_is_not_chosen_is_left_out(spelling: RankFields, ranks: tuple[int | None, int | None]) -> None:
     """The engine chooses then; rank 0 is a rank."""
     plan = sglang(spelling).plan(make_pair(*ranks), make_inbound(), make_attempt())
-    for leg in (prefill_leg(plan), plan.decode):
+    for leg in (prefill_leg(plan), decode_leg(plan)):
         written = {name for name in fields_of(leg) if name in RANK_FIELDS}
         assert all(fields_of(leg)[name] == 0 for name in written)
         assert not written or ranks != (None, None)
@@ -117,8 +118,8 @@ def test_a_regular_endpoint_gets_one_leg(spelling: RankFields, ranks: dict[str, 
     plan = sglang(spelling).plan(decision, make_inbound(wants_prompt_logprobs=True), make_attempt())
     assert plan.prefill is None
     assert not plan.merges_logprobs
-    assert fields_of(plan.decode) == {"rid": "r-1-a1", **ranks, "text": "hi"}
-    assert (b"x-data-parallel-rank: 3\r\n" in plan.decode.head) == (spelling is RankFields.HEADER)
+    assert fields_of(decode_leg(plan)) == {"rid": "r-1-a1", **ranks, "text": "hi"}
+    assert (b"x-data-parallel-rank: 3\r\n" in decode_leg(plan).head) == (spelling is RankFields.HEADER)
 
 
 # Handshake
@@ -128,7 +129,7 @@ def test_both_legs_share_the_handshake_and_the_body() -> None:
     """Each goes to its own endpoint, with the right length; host and port are the prefill's."""
     inbound = make_inbound(b'"text":"hi","x":1e-05}', path="/v1/completions")
     plan = sglang().plan(make_pair(), inbound, make_attempt())
-    for leg, host in ((prefill_leg(plan), "prefill"), (plan.decode, "decode")):
+    for leg, host in ((prefill_leg(plan), "prefill"), (decode_leg(plan), "decode")):
         first, *lines = lines_of(leg.head)
         assert first == "POST /v1/completions HTTP/1.1"
         ours = [f"host: {host}:30000", f"content-length: {len(body_of(leg))}"]
@@ -143,7 +144,7 @@ def test_a_bootstrap_port_may_be_null(port: int | None, text: bytes, batch: int 
     inbound = make_inbound(batch=batch)
     plan = sglang().plan(make_pair(bootstrap_port=port), inbound, make_attempt(ROOMS[: batch or 1]))
     written = text if batch is None else b"[%s,%s]" % (text, text)
-    assert b'"bootstrap_port":%s,' % written in body_of(plan.decode)
+    assert b'"bootstrap_port":%s,' % written in body_of(decode_leg(plan))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
@@ -151,7 +152,7 @@ def test_a_batch_has_an_array_for_each_sample(batch: int) -> None:
     """Hosts, ports and rooms are as many as samples, each room once; SGLang repeats a shorter list of rooms."""
     plan = sglang().plan(make_pair(), make_inbound(batch=batch), make_attempt(ROOMS[:batch]))
     assert body_of(prefill_leg(plan)).count(b"7000000000000000001") == 1
-    for leg in (prefill_leg(plan), plan.decode):
+    for leg in (prefill_leg(plan), decode_leg(plan)):
         fields = fields_of(leg)
         assert fields["bootstrap_host"] == ["prefill"] * batch
         assert fields["bootstrap_port"] == [8998] * batch
@@ -182,10 +183,10 @@ def test_a_rid_is_the_clients_with_a_suffix(rid: str | None, request_id: str, se
     """Unique for each attempt; JSON-escaped, so that nothing in it can leave its string or its line."""
     inbound = make_inbound(rid=rid, request_id=request_id)
     plan = sglang().plan(make_pair(), inbound, make_attempt())
-    for leg in (prefill_leg(plan), plan.decode):
+    for leg in (prefill_leg(plan), decode_leg(plan)):
         assert fields_of(leg)["rid"] == sent
     assert plan.rid == sent
-    endpoint = plan.decode.placement.endpoint
+    endpoint = decode_leg(plan).placement.endpoint
     head, end, body = sglang().abort(endpoint, plan.rid).partition(b"\r\n\r\n")
     assert json.loads(body) == {"rid": sent}
     first, *lines = lines_of(head + end)
@@ -199,7 +200,7 @@ def test_nothing_of_a_body_gets_into_a_head(rid: str, text: str) -> None:
     """A head has the lines that the router gave it, whatever the client writes."""
     rest = b'"text":' + json.dumps(text).encode() + b"}"
     plan = sglang(RankFields.HEADER).plan(make_pair(), make_inbound(rest, rid=rid), make_attempt())
-    for leg in (prefill_leg(plan), plan.decode):
+    for leg in (prefill_leg(plan), decode_leg(plan)):
         assert len(lines_of(leg.head)) == 6
         abort = sglang().abort(leg.placement.endpoint, plan.rid)
         assert len(lines_of(abort[: abort.index(b"{")])) == 4
@@ -211,7 +212,7 @@ def test_what_the_router_writes_it_owns() -> None:
     for spelling in RankFields:
         for version in ("0.5.9", "0.5.10"):
             plan = sglang(spelling).plan(make_pair(version=version), make_inbound(b"}"), make_attempt())
-            assert set(fields_of(prefill_leg(plan))) | set(fields_of(plan.decode)) <= OWNED_FIELDS
+            assert set(fields_of(prefill_leg(plan))) | set(fields_of(decode_leg(plan))) <= OWNED_FIELDS
 
 
 # What the server tells
@@ -234,8 +235,8 @@ OLD_INFO = {"model_path": "/models/m", "dp_size": 1, "disaggregation_mode": "dec
 @pytest.mark.parametrize(
     ("info", "described"),
     [
-        (NEW_INFO, Described(Role.PREFILL, "m", 4, 8998, "0.5.23")),
-        (OLD_INFO, Described(Role.DECODE, "/models/m", 1, None, "0.4.9")),
+        (NEW_INFO, Described(Role.PREFILL, "m", 4, bootstrap_port=8998, version="0.5.23")),
+        (OLD_INFO, Described(Role.DECODE, "/models/m", 1, version="0.4.9")),
         ({"disaggregation_mode": None}, Described(Role.REGULAR)),
         ({"disaggregation_mode": "null"}, Described(Role.REGULAR)),
         ({"disaggregation_mode": ""}, Described(Role.REGULAR)),
@@ -249,7 +250,7 @@ OLD_INFO = {"model_path": "/models/m", "dp_size": 1, "disaggregation_mode": "dec
 )
 def test_server_info(info: dict[str, object], described: Described) -> None:
     """Old and new; a role that isn't told is not a role, null is regular."""
-    assert sglang().describe(json.dumps(info).encode()) == described
+    assert sglang().describe("/server_info", json.dumps(info).encode()) == described
 
 
 NONSENSE = [
@@ -270,7 +271,7 @@ NONSENSE = [
 @pytest.mark.parametrize("body", [*NONSENSE, b'{"dp_size":"4"}', b'{"version":5}'])
 def test_server_info_that_is_none(body: bytes) -> None:
     """It isn't understood, or says nothing; nothing is raised."""
-    assert sglang().describe(body) in (None, Described())
+    assert sglang().describe("/server_info", body) in (None, Described())
 
 
 # Load
@@ -284,6 +285,26 @@ def read(body: object) -> LoadReply:
     reply = sglang().read_load(json.dumps(body).encode())
     assert reply is not None
     return reply
+
+
+@pytest.mark.parametrize(
+    ("tokens", "busy_us", "read_tokens", "busy_s"),
+    [
+        (8192, 1_500_000, 8192, 1.5),
+        (0, 0, 0, 0),
+        (None, 5, None, 5e-6),
+        (-1, -1, None, None),
+        ("8192", 10**400, None, None),
+        (10**400, "1", None, None),
+    ],
+)
+def test_totals_of_a_ranks_prefills(
+    tokens: object, busy_us: object, read_tokens: float | None, busy_s: float | None
+) -> None:
+    """Tokens as they are, time in seconds; what no counter can hold is left out."""
+    totals = {"total_prefill_uncached_tokens": tokens, "total_prefill_busy_us": busy_us}
+    (report,) = read({"loads": [{"dp_rank": 0, **CORE, **totals}]}).ranks
+    assert (report.prefill_tokens_total, report.prefill_busy_s_total) == (read_tokens, busy_s)
 
 
 @pytest.mark.parametrize(
@@ -308,8 +329,9 @@ def read(body: object) -> LoadReply:
 )
 def test_one_ranks_load(load: dict[str, object], tokens: float | None, requests: float | None) -> None:
     """Of each version the best number it has; what isn't a number is left out, and -1 is left to the core to refuse."""
-    assert read({"loads": [{"dp_rank": 1, **load}]}).ranks == [RankReport(1, tokens, requests)]
-    assert read([{"dp_rank": 1, **load}]) == LoadReply([RankReport(1, tokens, requests)])
+    for reply in (read({"loads": [{"dp_rank": 1, **load}]}), read([{"dp_rank": 1, **load}])):
+        assert [(r.rank, r.tokens, r.requests) for r in reply.ranks] == [(1, tokens, requests)]
+        assert reply.unix_s is None
 
 
 @pytest.mark.parametrize("rank", [None, "1", 1.0, True, [1]])
@@ -352,7 +374,7 @@ def test_an_early_versions_report() -> None:
         "loads": [{"dp_rank": 0, **CORE}, {"dp_rank": 1, **CORE}],
         "aggregate": {"total_running_reqs": 6, "avg_token_usage": 0.1},
     }
-    assert read(body).ranks == [RankReport(0, 150, 5), RankReport(1, 150, 5)]
+    assert read(body).ranks == [RankReport(rank, 150, 5, waiting_requests=2) for rank in (0, 1)]
 
 
 def test_a_full_report() -> None:
@@ -362,11 +384,14 @@ def test_a_full_report() -> None:
     assert [report.rank for report in read({"loads": ranks}).ranks] == [2, 0, 1]
 
 
-def test_throughput_and_kv_use() -> None:
+def test_throughput_kv_use_and_waiting_requests() -> None:
     """Where they are told, by numbers."""
     told = {"dp_rank": 0, **CORE, "gen_throughput": 812.5, "token_usage": 0.5}
-    wrong = {"dp_rank": 1, **CORE, "gen_throughput": "812.5", "token_usage": True}
-    assert read({"loads": [told, wrong]}).ranks == [RankReport(0, 150, 5, 812.5, 0.5), RankReport(1, 150, 5)]
+    wrong = {"dp_rank": 1, **CORE, "gen_throughput": "812.5", "token_usage": True, "num_waiting_reqs": "2"}
+    assert read({"loads": [told, wrong]}).ranks == [
+        RankReport(0, 150, 5, 812.5, 0.5, waiting_requests=2),
+        RankReport(1, 150, 3),
+    ]
 
 
 @pytest.mark.parametrize("body", [*NONSENSE, b'{"loads":[1]}', b"[[]]", b'[{"num_reqs":NaN}]', b'{"timestamp":1}'])

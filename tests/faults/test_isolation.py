@@ -2,57 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pdrouter.sim.emulator import Emulator, expected_text, render_chat
-from tests.lab import CHAT, Lab, Reply, chat, fault, gather, make_lab, mend, route_to, until
+from pdrouter.sim.emulator import Emulator
+from tests.faults.checks import NEIGHBOURS, is_right, neighbours, nothing_left
+from tests.lab import CHAT, Lab, chat, fault, gather, make_lab, mend, route_to, until
 
-NEIGHBOURS = 8
 pytestmark = [pytest.mark.invariant("I2"), pytest.mark.invariant("I12")]
-
-
-def is_right(reply: Reply, text: str, tokens: int) -> bool:
-    """Tell whether a chat was answered well and whole."""
-    if not reply.is_whole:
-        return False
-    expected = expected_text(render_chat([{"role": "user", "content": text}]), tokens)
-    if reply.headers["content-type"] == "application/json":
-        return bool(reply.json()["choices"][0]["message"]["content"] == expected)
-    said = "".join(e["choices"][0]["delta"].get("content") or "" for e in reply.events if e["choices"])
-    return said == expected
-
-
-async def neighbours(lab: Lab) -> None:
-    """Run eight requests at once, half of them streamed, and check every answer."""
-    asked = [(f"neighbour {i}", 40, bool(i % 2)) for i in range(NEIGHBOURS)]
-    replies = await gather(*(lab.post(CHAT, chat(text, tokens, stream=s)) for text, tokens, s in asked))
-    for reply, (text, tokens, _) in zip(replies, asked, strict=True):
-        assert reply.status == 200, reply.body
-        assert is_right(reply, text, tokens), reply.body
-
-
-@contextlib.asynccontextmanager
-async def nothing_left(lab: Lab, within_s: float = 3.0) -> AsyncIterator[None]:
-    """Check that afterwards no load, no task, no busy connection and no work at an engine is left."""
-    await neighbours(lab)
-    await lab.settled()
-    before = _tasks()
-    yield
-    await lab.settled(within_s)
-    await until(lambda: not _tasks() - before, within_s)
-
-
-def _tasks() -> set[str]:
-    """Return the names of coroutines that tasks of the router run, as often as they run."""
-    counted: dict[str, int] = {}
-    for task in asyncio.all_tasks():
-        name = getattr(task.get_coro(), "__qualname__", "?")
-        if "Supervisor" not in name:
-            counted[name] = counted.get(name, 0) + 1
-    return {f"{name} {i}" for name, count in counted.items() for i in range(count)}
 
 
 FAULTS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [

@@ -25,16 +25,17 @@ from hypothesis.stateful import (
 
 from pdrouter.config import Settings
 from pdrouter.core import events
+from pdrouter.core.breaker import BreakerOptions
 from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
-from pdrouter.core.fleet import Endpoint, Role
-from pdrouter.core.ledger import LegKind
+from pdrouter.core.fleet import Disaggregation, Endpoint, Role
+from pdrouter.core.ledger import UNASSIGNED, LegKind, RankKey
 from pdrouter.core.load import EndpointLoad, RankReport
 from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router, RouterOptions
 from pdrouter.errors import InvalidRank, ModelNotFound, NoReadyPair
-from pdrouter.server import ancestors
+from pdrouter.options import ancestors
 
 MAX_AGE_S = 10.0
 PREFIX_BYTES = 10_000
@@ -50,6 +51,17 @@ DP_SIZES = st.integers(1, 3)
 NUMBERS = st.one_of(st.integers(0, 2000), st.sampled_from([-1.0, math.nan, math.inf, -math.inf, 1e300, 0.5]))
 WRONG_RANKS = st.sampled_from([-1, 0, 1, 2, 3, 7])
 DELAYS_S = st.sampled_from([0.0, 0.5])
+
+
+FAILED = st.frozensets(st.builds(RankKey, ADDRESSES, st.sampled_from([UNASSIGNED, 0, 0, 1])), max_size=3)
+
+
+def _is_failed(endpoint: Endpoint, rank: int | None, failed: frozenset[RankKey]) -> bool:
+    """Whether it failed on a rank, or without one, wherever on the endpoint it may run."""
+    if RankKey(endpoint.address, UNASSIGNED) in failed:
+        return True
+    ranks = range(endpoint.dp_size) if rank is None else [rank]
+    return all(RankKey(endpoint.address, r) in failed for r in ranks)
 
 
 class Leg:
@@ -101,6 +113,11 @@ class Books(RuleBasedStateMachine):
                 prefill_policy=self.policy,
                 decode_policy=self.policy,
                 rank_policy=self.rank_policy,
+                disaggregation=Disaggregation.AUTO,
+                breaker=BreakerOptions(
+                    failure_threshold=2, success_threshold=1, open_s=3.0, window_s=10.0, is_disabled=False
+                ),
+                entrance=None,
                 report_max_age_s=MAX_AGE_S,
                 visible_delay_s=delay_s,
                 history_events=HISTORY_EVENTS,
@@ -193,6 +210,7 @@ class Books(RuleBasedStateMachine):
         prefill_rank=st.sampled_from([None, None, None, 0, 2, 9]),
         decode_rank=st.sampled_from([None, None, None, 1, -1]),
         key=st.sampled_from([None, 1, 2**64 - 1]),
+        failed=FAILED,
     )
     def decide(
         self,
@@ -203,8 +221,9 @@ class Books(RuleBasedStateMachine):
         prefill_rank: int | None,
         decode_rank: int | None,
         key: int | None,
+        failed: frozenset[RankKey],
     ) -> object:
-        """A request is placed on a ready, compatible pair, or it is said why not."""
+        """A request is placed on a ready, compatible pair, not where it failed before, or it is said why not."""
         facts = RequestFacts(
             request_id="same for all",
             prompt_tokens=tokens,
@@ -217,11 +236,14 @@ class Books(RuleBasedStateMachine):
             routing_key=key,
             client_key=key,
         )
-        answer = self.router.decide(facts, self.now_s)
+        answer = self.router.decide(facts, self.now_s, failed)
         if isinstance(answer, Rejection):
             self._judge_rejection(answer, facts)
             return multiple()
+        assert isinstance(answer, Decision)
         self._judge_pair(answer)
+        if (prefill_rank, decode_rank) == (None, None):
+            self._judge_repetition(answer, failed)
         request = Request(answer, [self._leg(p, facts, answer.prefix_tokens) for p in answer.placements])
         self.live.append(request)
         return request
@@ -247,6 +269,19 @@ class Books(RuleBasedStateMachine):
         assert (left.role, right.role) == (Role.PREFILL, Role.DECODE)
         assert left.group == right.group
         assert None in {left.model, right.model} or left.model == right.model
+
+    def _judge_repetition(self, decision: Decision, failed: frozenset[RankKey]) -> None:  # I8
+        repeated = sum(_is_failed(p.endpoint, p.rank, failed) for p in decision.placements)
+        asked = decision.facts.model if len(self._models()) > 1 else None
+        ready = [e for e in self.fleet.values() if e.address not in self.out and asked in {None, e.model}]
+        regular = [_is_failed(e, None, failed) for e in ready if e.role is Role.REGULAR]
+        pairs = [
+            _is_failed(p, None, failed) + _is_failed(d, None, failed)
+            for p, d in itertools.product(ready, ready)
+            if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and (p.group, p.model) == (d.group, d.model)
+        ]
+        assert not repeated or all([*pairs, *regular])
+        assert repeated <= min(regular if decision.prefill is None else pairs, default=2)
 
     def _judge_rejection(self, rejection: Rejection, facts: RequestFacts) -> None:
         error = rejection.error
@@ -423,6 +458,7 @@ COMBINATIONS = list(itertools.product(POLICIES, [*RANK_POLICIES, ENGINE]))
 @pytest.mark.invariant("I1")
 @pytest.mark.invariant("I2")
 @pytest.mark.invariant("I6")
+@pytest.mark.invariant("I8")
 @pytest.mark.invariant("I9")
 @pytest.mark.invariant("I11")
 @pytest.mark.parametrize(("policy", "rank_policy"), COMBINATIONS)

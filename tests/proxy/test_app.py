@@ -47,7 +47,7 @@ async def test_wrong_methods(lab: Lab) -> None:
         for method in ("GET", "PUT", "DELETE"):
             reply = await lab.get(path, method)
             assert (reply.status, reply.error["code"], reply.headers["allow"]) == (405, "method_not_allowed", "POST")
-    for path in ("/health", "/metrics", "/workers", "/v1/models"):
+    for path in ("/health", "/metrics", "/get_loads", "/v1/models"):
         reply = await lab.post(path, {})
         assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD")
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import given
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from pdrouter.config import Settings
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Inbound
+from pdrouter.engines.sglang import OWNED_FIELDS, RANK_FIELDS
 from pdrouter.errors import ClientError
-from pdrouter.proxy.intake import Api, Intake, IntakeOptions
+from pdrouter.options import intake_options
+from pdrouter.proxy.intake import Api, Intake
 from tests.core.builders import make_router
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -26,13 +29,7 @@ PLAIN: Mapping[Api, Mapping[str, object]] = {Api.CHAT: CHAT, Api.COMPLETIONS: CO
 
 def make_intake(*, owns_ranks: bool = True) -> Intake:
     """Return an intake with the default settings."""
-    settings = Settings()
-    options = IntakeOptions(
-        request_id_headers=tuple(name.encode() for name in settings.request_id_headers),
-        prefix_block_bytes=settings.prefix_block_bytes,
-        image_tokens=settings.image_tokens,
-        owns_ranks=owns_ranks,
-    )
+    options = msgspec.structs.replace(intake_options(Settings()), owns_ranks=owns_ranks)
     return Intake(make_router([]), options)
 
 
@@ -47,7 +44,7 @@ def read(
 def refuse(api: Api, body: Mapping[str, object] | bytes, headers: Headers = ()) -> tuple[int, str, str | None]:
     """Return status, code and param of a body that is refused."""
     with pytest.raises(ClientError) as caught:
-        read(api, body, headers)
+        read(api, body, headers)[1].rest(OWNED_FIELDS)
     assert caught.value.message
     return caught.value.status, caught.value.code, caught.value.param
 
@@ -55,7 +52,7 @@ def refuse(api: Api, body: Mapping[str, object] | bytes, headers: Headers = ()) 
 # What is read
 
 
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", PLAIN)
 def test_a_plain_request(api: Api) -> None:
     """Its facts and its bytes; nothing is asked for that the client didn't ask for."""
     facts, inbound = read(api, PLAIN[api])
@@ -63,14 +60,14 @@ def test_a_plain_request(api: Api) -> None:
     assert (facts.prefill_rank, facts.decode_rank) == (None, None)
     assert (inbound.path, inbound.request_id, inbound.is_stream) == (api, "r", False)
     assert (inbound.batch, inbound.rid, inbound.wants_prompt_logprobs) == (None, None, False)
-    assert b"{" + bytes(inbound.rest) == json.dumps(PLAIN[api]).encode()
+    assert b"{" + bytes(inbound.rest(OWNED_FIELDS)) == json.dumps(PLAIN[api]).encode()
 
 
 @pytest.mark.invariant("I10")
 def test_a_body_without_fields_of_ours_is_not_copied() -> None:
     """What goes on is a view of what came."""
     body = json.dumps({**GENERATE, "x": {"rid": 1}}).encode()
-    rest = read(Api.GENERATE, body)[1].rest
+    rest = read(Api.GENERATE, body)[1].rest(OWNED_FIELDS)
     assert isinstance(rest, memoryview)
     assert rest.obj is body
 
@@ -136,8 +133,8 @@ def test_ranks_in_the_body(fields: dict[str, object], prefill_rank: int | None, 
     """In each spelling, the most specific first; a rank that isn't there is left to the core to refuse."""
     facts, inbound = read(Api.CHAT, {**fields, **CHAT})
     assert (facts.prefill_rank, facts.decode_rank) == (prefill_rank, decode_rank)
-    assert not any(name.encode() in bytes(inbound.rest) for name in fields)
-    assert json.loads(b"{" + bytes(inbound.rest)) == CHAT
+    assert not any(name.encode() in bytes(inbound.rest(OWNED_FIELDS)) for name in fields)
+    assert json.loads(b"{" + bytes(inbound.rest(OWNED_FIELDS))) == CHAT
 
 
 def test_a_rank_by_header_beats_the_body() -> None:
@@ -145,7 +142,7 @@ def test_a_rank_by_header_beats_the_body() -> None:
     facts, inbound = read(Api.CHAT, {**CHAT, "routed_dp_rank": 1}, [(b"x-data-parallel-rank", b"3")])
     assert (facts.prefill_rank, facts.decode_rank) == (3, 3)
     assert b"parallel" not in inbound.headers
-    assert b"routed_dp_rank" not in bytes(inbound.rest)
+    assert b"routed_dp_rank" not in bytes(inbound.rest(OWNED_FIELDS))
 
 
 @pytest.mark.invariant("I10")
@@ -155,7 +152,7 @@ def test_ranks_that_are_not_ours_go_through() -> None:
     facts, inbound = read(Api.CHAT, body, [(b"x-data-parallel-rank", b"any")], owns_ranks=False)
     assert (facts.prefill_rank, facts.decode_rank, inbound.rid) == (None, None, "mine")
     assert inbound.headers.endswith(b"x-data-parallel-rank: any\r\n")
-    assert bytes(inbound.rest).endswith(b'"routed_dp_rank":"any"}')
+    assert bytes(inbound.rest(OWNED_FIELDS - RANK_FIELDS)).endswith(b'"routed_dp_rank":"any"}')
 
 
 # Ids and headers
@@ -177,7 +174,7 @@ def test_the_clients_rid(rid: object, kept: str | None) -> None:
     """Of a list the first; whatever it is, it doesn't stay in the body."""
     inbound = read(Api.GENERATE, {"rid": rid, **GENERATE})[1]
     assert inbound.rid == kept
-    assert bytes(inbound.rest) == b'"text":"Hi"}'
+    assert bytes(inbound.rest(OWNED_FIELDS)) == b'"text":"Hi"}'
 
 
 @pytest.mark.parametrize(
@@ -221,8 +218,7 @@ def test_headers_sent_on() -> None:
         (b"accept", b"*/*"),
     ]
     assert read(Api.CHAT, CHAT, headers)[1].headers == (
-        b"content-type: application/json\r\nx-request-id: r\r\n"
-        b"authorization: Bearer x\r\ntraceparent: 00-1\r\naccept: */*\r\n"
+        b"content-type: application/json\r\nauthorization: Bearer x\r\ntraceparent: 00-1\r\naccept: */*\r\n"
     )
 
 
@@ -247,7 +243,7 @@ def test_keys_of_clients(headers: Headers, routing: bytes | None, client: bytes 
 # Bad input
 
 
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", PLAIN)
 @pytest.mark.parametrize(
     "body",
     [
@@ -273,7 +269,7 @@ def test_what_is_not_json(api: Api, body: bytes) -> None:
     assert refuse(api, body) == (400, "invalid_json", None)
 
 
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", PLAIN)
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"1", b"true", b"[{}]", b"[" * 100_000])
 def test_what_is_not_an_object(api: Api, body: bytes) -> None:
     """JSON, but no request."""
@@ -288,20 +284,20 @@ MIXED_PROMPTS: Sequence[object] = (["a", 1], [1, "a"], [1, [2]], [[1], 2], [[1],
 @pytest.mark.parametrize(
     ("api", "fields", "param"),
     [
-        *((api, {"model": 5}, "model") for api in Api),
-        *((api, {"stream": "yes"}, "stream") for api in Api),
-        *((api, {"n": "2"}, "n") for api in Api),
-        *((api, {"n": 1.5}, "n") for api in Api),
-        *((api, {"n": True}, "n") for api in Api),
-        *((api, {"n": 2**70}, "n") for api in Api if api is not Api.GENERATE),
-        *((api, {"rid": 5}, "rid") for api in Api),
-        *((api, {"rid": [5]}, "rid") for api in Api),
-        *((api, {"rid": "x" * 257}, "rid") for api in Api),
-        *((api, {"routed_dp_rank": "1"}, "routed_dp_rank") for api in Api),
-        *((api, {"routed_dp_rank": 1.5}, "routed_dp_rank") for api in Api),
-        *((api, {"data_parallel_rank": True}, "data_parallel_rank") for api in Api),
-        *((api, {"decode_dp_rank": [1]}, "decode_dp_rank") for api in Api),
-        *((api, {"disagg_prefill_dp_rank": {}}, "disagg_prefill_dp_rank") for api in Api),
+        *((api, {"model": 5}, "model") for api in PLAIN),
+        *((api, {"stream": "yes"}, "stream") for api in PLAIN),
+        *((api, {"n": "2"}, "n") for api in PLAIN),
+        *((api, {"n": 1.5}, "n") for api in PLAIN),
+        *((api, {"n": True}, "n") for api in PLAIN),
+        *((api, {"n": 2**70}, "n") for api in PLAIN if api is not Api.GENERATE),
+        *((api, {"rid": 5}, "rid") for api in PLAIN),
+        *((api, {"rid": [5]}, "rid") for api in PLAIN),
+        *((api, {"rid": "x" * 257}, "rid") for api in PLAIN),
+        *((api, {"routed_dp_rank": "1"}, "routed_dp_rank") for api in PLAIN),
+        *((api, {"routed_dp_rank": 1.5}, "routed_dp_rank") for api in PLAIN),
+        *((api, {"data_parallel_rank": True}, "data_parallel_rank") for api in PLAIN),
+        *((api, {"decode_dp_rank": [1]}, "decode_dp_rank") for api in PLAIN),
+        *((api, {"disagg_prefill_dp_rank": {}}, "disagg_prefill_dp_rank") for api in PLAIN),
         (Api.CHAT, {"n": 0}, "n"),
         (Api.CHAT, {"n": -1}, "n"),
         (Api.CHAT, {"n": 4097}, "n"),
@@ -367,7 +363,8 @@ def test_a_field_of_ours_twice(name: str, value: bytes) -> None:
         body = b'{"text":"Hi","%s":%s,"%s":%s}' % (name.encode(), value, again, value)
         assert refuse(Api.GENERATE, body) == (400, "duplicate_field", name)
     nested = b'{"text":"Hi","%s":%s,"x":{"%s":1,"%s":2}}' % (name.encode(), value, name.encode(), escaped)
-    assert bytes(read(Api.GENERATE, nested)[1].rest).endswith(b'"x":{"%s":1,"%s":2}}' % (name.encode(), escaped))
+    rest = bytes(read(Api.GENERATE, nested)[1].rest(OWNED_FIELDS))
+    assert rest.endswith(b'"x":{"%s":1,"%s":2}}' % (name.encode(), escaped))
 
 
 def test_deep_values_are_nobodys_crash() -> None:
@@ -383,7 +380,7 @@ def test_deep_values_are_nobodys_crash() -> None:
         b"routed_dp_rank",
         b"x",
     ):
-        for api in Api:
+        for api in PLAIN:
             with suppress(ClientError):
                 read(api, b'{"text":"a","prompt":"a","messages":[{}],"%s":%s}' % (name, DEEP))
     with suppress(ClientError):
@@ -395,7 +392,7 @@ def test_deep_values_are_nobodys_crash() -> None:
 def test_text_is_the_engines_to_judge(text: bytes) -> None:
     """Bytes of a prompt that aren't UTF-8 go through: the engine says what is wrong with them."""
     body = b'{"messages":[{"role":"user","content":%s}]}' % text
-    assert b"{" + bytes(read(Api.CHAT, body)[1].rest) == body
+    assert b"{" + bytes(read(Api.CHAT, body)[1].rest(OWNED_FIELDS)) == body
 
 
 # Anything
@@ -431,7 +428,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return body
 
 
-@given(st.sampled_from(Api), st.one_of(mutated(), st.binary(max_size=40)))
+@given(st.sampled_from([*PLAIN]), st.one_of(mutated(), st.binary(max_size=40)))
 def test_whatever_comes_is_read_or_refused(api: Api, body: bytes) -> None:
     """Any bytes: a request, or a failure that is the client's; what is read goes on as JSON."""
     try:
@@ -440,7 +437,7 @@ def test_whatever_comes_is_read_or_refused(api: Api, body: bytes) -> None:
         return
     assert facts.prompt_tokens >= 1
     assert facts.prompts == (inbound.batch or 1)
-    assert bytes(inbound.rest).rstrip().endswith(b"}")
+    assert bytes(inbound.rest(OWNED_FIELDS)).rstrip().endswith(b"}")
 
 
 JSON = st.recursive(
@@ -467,7 +464,7 @@ NAMES = [
 ]
 
 
-@given(st.sampled_from(Api), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), st.booleans())
+@given(st.sampled_from([*PLAIN]), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), st.booleans())
 def test_whatever_stands_in_a_field_is_read_or_refused(api: Api, body: dict[str, object], is_valid: bool) -> None:
     """Any JSON in the fields that are read."""
     with suppress(ClientError):

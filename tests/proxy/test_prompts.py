@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from pdrouter.config import Settings
 from pdrouter.core.request import RequestFacts
-from pdrouter.proxy.intake import Api, Intake, IntakeOptions
+from pdrouter.options import intake_options
+from pdrouter.proxy.intake import Api, Intake
 from tests.core.builders import make_router
 
 IMAGE_TOKENS = 1000
@@ -18,11 +20,9 @@ FILLER = "The quick brown fox jumps over the lazy dog. " * 4
 
 def facts_of(api: Api, body: Mapping[str, object] | bytes) -> RequestFacts:
     """Return what the intake learns of a body; text is written as most clients do, without escapes."""
-    options = IntakeOptions(
-        (b"x-request-id",), prefix_block_bytes=BLOCK_BYTES, image_tokens=IMAGE_TOKENS, owns_ranks=True
-    )
+    settings = msgspec.structs.replace(Settings(), prefix_block_bytes=BLOCK_BYTES, image_tokens=IMAGE_TOKENS)
     raw = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
-    return Intake(make_router([]), options).read(api, [], raw, "r")[0]
+    return Intake(make_router([]), intake_options(settings)).read(api, [], raw, "r")[0]
 
 
 def chat(*contents: object, **fields: object) -> dict[str, object]:

@@ -13,23 +13,32 @@ from pdrouter.proxy.replies import error_body, error_event, error_headers, passe
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RouterError)]
 
 
+def make(kind: type[RouterError], message: str, param: str | None) -> RouterError:
+    """Make an error; those that tell when to come again have no parameter to name."""
+    if issubclass(kind, errors.QueueFull | errors.RateLimited):
+        return kind(message, retry_after_s=7)
+    return kind(message, param=param)
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("param", [None, "messages"])
 def test_every_failure_has_openais_shape(kind: type[RouterError], param: str | None) -> None:
     """One object with message, type, code and param, whatever failed."""
-    error = kind('it\'s "broken"\r\n\u4f60', param=param)
+    error = make(kind, 'it\'s "broken"\r\n\u4f60', param)
     assert json.loads(error_body(error)) == {
-        "error": {"message": 'it\'s "broken"\r\n\u4f60', "type": kind.type, "code": kind.code, "param": param}
+        "error": {"message": 'it\'s "broken"\r\n\u4f60', "type": kind.type, "code": kind.code, "param": error.param}
     }
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_headers_of_a_failure(kind: type[RouterError]) -> None:
     """JSON; when to come again where waiting helps; and what is allowed."""
-    headers = error_headers(kind("x", param="GET, HEAD"))
+    headers = error_headers(make(kind, "x", "GET, HEAD"))
     expected = {b"content-type": b"application/json"}
     if kind.status == 503:
         expected[b"retry-after"] = b"1"
+    if kind.status == 429:
+        expected[b"retry-after"] = b"7"
     if kind is errors.MethodNotAllowed:
         expected[b"allow"] = b"GET, HEAD"
     assert len(headers) == len(expected)
@@ -57,7 +66,8 @@ def test_a_failure_in_a_stream_is_one_event(message: str) -> None:
 def test_what_belongs_to_a_connection_stays_there() -> None:
     """Hop-by-hop headers and the engine's request id are dropped; all others pass in order, repeated ones too."""
     ours = [
-        (b"connection", b"keep-alive"),
+        (b"connection", b"keep-alive, X-Inner"),
+        (b"x-inner", b"1"),
         (b"keep-alive", b"timeout=5"),
         (b"transfer-encoding", b"chunked"),
         (b"te", b"trailers"),

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from pdrouter.sim.engine_model import EngineModel, ModelSettings
+from pdrouter.sim.engine_rank import Rank
 from pdrouter.sim.job import EventKind, Job, Phase, RankLoad, Role
-from pdrouter.sim.profiles import PrefillCurve, Profile
+from pdrouter.sim.profiles import DecodeCurve, DpSplit, PrefillCurve, Profile
 
 BLOCK = 64
+steps_until_due = Rank.steps_until_due
 
 
 class Bench:
@@ -361,3 +363,62 @@ def test_books_balance_after_random_traffic(
     assert bench.model.next_event_s == -inf or bench.model.next_event_s > at_ms / 1000
     bench.run()
     assert bench.model.next_event_s == inf
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_jumps_over_steps_change_nothing(
+    new_profile: Any, dp_split: Any, dp_size: int, is_split: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of all lengths on ranks of all loads, aborts too: every event is where single steps put it."""
+    steep = DpSplit(dp_split.prefill_local, dp_split.prefill_moe, DecodeCurve(5.0, 1.0, 0.02), dp_split.decode_moe)
+    profile = new_profile(dp_split=steep if is_split else None)
+
+    def events() -> list[tuple[str, EventKind, float, int]]:
+        chance = random.Random(seed)
+        bench = Bench(profile, Role.DECODE, dp_size)
+        at_ms = 0.0
+        live: list[Job] = []
+        moved: set[Job] = set()
+        for number in range(200):
+            at_ms += chance.expovariate(1 / 400)
+            if number < 80:
+                rank = min(chance.randrange(dp_size) for _ in range(2))
+                prompt, output = chance.randrange(1, 3000), chance.randrange(1, 200)
+                live.append(bench.submit(str(number), at_ms, prompt, output, rank=rank))
+            bench.run(at_ms)
+            for job in live:
+                if job.phase is Phase.TRANSFER and job not in moved:
+                    moved.add(job)
+                    bench.model.start_transfer(job, at_ms / 1000)
+            if chance.random() < 0.1:
+                bench.model.release(live.pop(chance.randrange(len(live))), at_ms / 1000)
+        bench.run()
+        return sorted(bench.log)
+
+    jumped = events()
+    monkeypatch.setattr(Rank, "steps_until_due", lambda self: min(1, steps_until_due(self)))
+    single = events()
+    assert [event[:2] + event[3:] for event in jumped] == [event[:2] + event[3:] for event in single]
+    assert [event[2] for event in jumped] == pytest.approx([event[2] for event in single], abs=1e-3)
+    assert len(jumped) > 100
+
+
+def test_the_slowest_rank_of_a_stretch_may_be_overtaken(new_profile: Any, dp_split: Any) -> None:
+    """One long prompt is slower at first, six short ones grow faster: each step is the slower rank's of the moment."""
+    local = DecodeCurve(5.0, 1.0, 0.02)
+    split = DpSplit(dp_split.prefill_local, dp_split.prefill_moe, local, dp_split.decode_moe)
+    bench = Bench(new_profile(dp_split=split, kv_transfer_us_per_token=0.0), Role.DECODE, 2)
+    jobs = [bench.submit("long", 0, 3000, 400, rank=0)]
+    jobs += [bench.submit(str(number), 0, 380, 400, rank=1) for number in range(6)]
+    bench.run(0)
+    for job in jobs:
+        bench.model.start_transfer(job, 0.0)
+    bench.run()
+    step_alone = local.step_ms(1, 3001) + split.decode_moe.step_ms(1)  # the first to arrive begins alone
+    slower = [max(local.step_ms(1, 3001 + i), local.step_ms(6, 6 * (380 + i))) for i in range(1, 399)]
+    last_alone = local.step_ms(6, 6 * (380 + 399)) + split.decode_moe.step_ms(6)
+    steps = step_alone + sum(slower) + 398 * split.decode_moe.step_ms(7)
+    assert bench.times(EventKind.FINISHED)["long"] == pytest.approx(steps, abs=1e-3)
+    assert bench.times(EventKind.FINISHED)["5"] == pytest.approx(steps + last_alone, abs=1e-3)

@@ -1,21 +1,29 @@
-"""The exact bytes of both legs and of the abort, for each client request in ``tests/wire/<engine>/*.http``.
+"""The exact bytes of all that is sent for each client request in ``tests/wire/<engine>/*.http``.
 
-A fixture begins with what is fixed (versions, ranks), then has sections: ``--- client`` as it came, the others as they
-are sent. Lines of heads end in CRLF on the wire, in LF in the file; bodies are exact, up to the LF that ends them.
-Rewrite them with ``PDROUTER_REWRITE_WIRE=1`` and read the difference.
+A fixture begins with what is fixed (engine, versions, ranks; SGLang's usual ones needn't be said), then has sections:
+``--- client`` as it came, and where legs run in turn ``--- prefill answer`` as it came; the others are what goes out:
+both legs, the end of each (``abort``, ``release``), or the client's ``answer`` where the prefill's is the last word.
+Lines of heads end in CRLF on the wire, in LF in the file; bodies are exact, up to the LF that ends them. Rewrite them
+with ``PDROUTER_REWRITE_WIRE=1`` and read the difference.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdrouter.config import Settings
-from pdrouter.core.fleet import Role
-from pdrouter.engines.base import Attempt, Inbound, Leg, Plan
+from pdrouter.core.decision import Decision
+from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.request import RequestFacts
+from pdrouter.engines.base import Attempt, Engine, Inbound, Leg
 from pdrouter.engines.sglang import RankFields, Sglang
-from pdrouter.proxy.intake import Api, Intake, IntakeOptions
+from pdrouter.engines.trtllm import Trtllm
+from pdrouter.engines.vllm import Vllm
+from pdrouter.options import intake_options
+from pdrouter.proxy.intake import Api, Intake
 from tests.core.builders import make_router
 from tests.engines.builders import body_of, make_decision, make_endpoint, place
 
@@ -40,9 +48,17 @@ class Fixture:
         self.headers = [_header(line) for line in headers]
         self.body = body.removesuffix(b"\n")
 
-    def number(self, name: str) -> int | None:
-        """Return a setting that is a number or ``none``."""
-        return None if self.settings[name] == "none" else int(self.settings[name])
+    @property
+    def engine(self) -> str:
+        """The kind of engine."""
+        return self.settings.get("engine", "sglang")
+
+    def number(self, name: str, default: int | None = None) -> int | None:
+        """Return a setting that is a number or ``none``; ``default`` if there is none."""
+        text = self.settings.get(name)
+        if text is None:
+            return default
+        return None if text == "none" else int(text)
 
 
 def _header(line: str) -> tuple[bytes, bytes]:
@@ -50,47 +66,82 @@ def _header(line: str) -> tuple[bytes, bytes]:
     return name.lower().encode(), value.encode("latin-1")
 
 
-def _plan(fixture: Fixture) -> tuple[Plan, Sglang]:
-    rank_fields = RankFields(fixture.settings["rank_fields"])
-    settings = Settings()
-    options = IntakeOptions(
-        request_id_headers=tuple(name.encode() for name in settings.request_id_headers),
-        prefix_block_bytes=settings.prefix_block_bytes,
-        image_tokens=settings.image_tokens,
-        owns_ranks=rank_fields is not RankFields.NONE,
-    )
-    intake = Intake(make_router([]), options)
+def _read(fixture: Fixture) -> tuple[RequestFacts, Inbound]:
+    options = intake_options(Settings())
+    owns_ranks = fixture.settings.get("rank_fields") != "none"
+    intake = Intake(make_router([]), msgspec.structs.replace(options, owns_ranks=owns_ranks))
     request_id = intake.request_id(dict(fixture.headers), fixture.api, lambda: "A" * 24)
     facts, inbound = intake.read(fixture.api, fixture.headers, fixture.body, request_id)
     _check_unread(fixture, inbound)
-    endpoint = {"version": fixture.settings["version"], "bootstrap_port": fixture.number("bootstrap_port")}
-    prefill_rank = fixture.number("prefill_rank") if facts.prefill_rank is None else facts.prefill_rank
+    return facts, inbound
+
+
+def _engine(fixture: Fixture) -> Engine:
+    rank_fields = RankFields(fixture.settings.get("rank_fields", "auto"))
+    engines: Mapping[str, Engine] = {"sglang": Sglang(rank_fields), "vllm": Vllm(), "trtllm": Trtllm()}
+    return engines[fixture.engine]
+
+
+def _endpoint(fixture: Fixture, engine: Engine, role: Role) -> Endpoint:
+    """Return an endpoint as the settings of the fixture have it; it can do what its engine can."""
+    settings = fixture.settings
+    transport = settings.get("kv_transport", engine.kv_transports[0])
+    return make_endpoint(
+        role,
+        engine=fixture.engine,
+        kv_transport=transport,
+        version=settings["version"],
+        bootstrap_port=fixture.number("bootstrap_port"),
+        dp_size=fixture.number("dp_size", 4),
+        rank_base=fixture.number("rank_base", 0),
+        kv_address=settings.get(f"{role.value}_kv_address"),
+        kv_engine_ids=tuple(settings.get("kv_engine_ids", "").split()),
+        **msgspec.structs.asdict(engine.traits(transport)),
+    )
+
+
+def _decision(fixture: Fixture, engine: Engine, facts: RequestFacts) -> Decision:
+    """Return who serves it: two where the fleet has them and the engine does such a request in two legs."""
     decode_rank = fixture.number("decode_rank") if facts.decode_rank is None else facts.decode_rank
     if fixture.settings["fleet"] == "regular":
-        decision = make_decision(None, place(make_endpoint(Role.REGULAR, **endpoint), decode_rank))
-    else:
-        decision = make_decision(
-            place(make_endpoint(Role.PREFILL, **endpoint), prefill_rank),
-            place(make_endpoint(Role.DECODE, **endpoint), decode_rank),
-        )
-    engine = Sglang(rank_fields)
-    rooms = range(_FIRST_ROOM, _FIRST_ROOM + (inbound.batch or 1))
-    return engine.plan(decision, inbound, Attempt("0123456789abcdef", rooms)), engine
+        return make_decision(None, place(_endpoint(fixture, engine, Role.REGULAR), decode_rank))
+    decode = place(_endpoint(fixture, engine, Role.DECODE), decode_rank)
+    if not decode.endpoint.parts(facts):
+        return make_decision(None, decode)
+    prefill_rank = fixture.number("prefill_rank") if facts.prefill_rank is None else facts.prefill_rank
+    return make_decision(place(_endpoint(fixture, engine, Role.PREFILL), prefill_rank), decode)
 
 
 def _check_unread(fixture: Fixture, inbound: Inbound) -> None:
     """Hold that a body without a field of ours isn't touched (I10)."""
     if fixture.settings["body"] == "untouched":
-        assert bytes(inbound.rest) == fixture.body[fixture.body.index(b"{") + 1 :]
+        assert bytes(inbound.rest(())) == fixture.body[fixture.body.index(b"{") + 1 :]
 
 
 def _rendered(fixture: Fixture) -> dict[str, bytes]:
-    plan, engine = _plan(fixture)
+    facts, inbound = _read(fixture)
+    engine = _engine(fixture)
+    decision = _decision(fixture, engine, facts)
+    rooms = range(_FIRST_ROOM, _FIRST_ROOM + (inbound.batch or 1))
+    plan = engine.plan(decision, inbound, Attempt("0123456789abcdef", rooms))
     sections = {"client": fixture.sections["client"]}
     if plan.prefill is not None:
         sections["prefill"] = _message(plan.prefill)
-    sections["decode"] = _message(plan.decode)
-    sections["abort"] = _text(engine.abort(plan.decode.placement.endpoint, plan.rid))
+    if plan.decode is not None:
+        sections["decode"] = _message(plan.decode)
+    else:
+        answer = sections["prefill answer"] = fixture.sections["prefill answer"].removesuffix(b"\n")
+        after = engine.hand_over(decision, inbound, plan, answer)
+        if after.decode is None:
+            sections["answer"] = after.answer
+        else:
+            sections["decode"] = _message(after.decode)
+        release = engine.release(decision, answer)
+        if release is not None:
+            sections["release"] = _text(release[1])
+    abort = engine.abort(decision.decode.endpoint, plan.rid)
+    if abort is not None:
+        sections["abort"] = _text(abort)
     return sections
 
 
@@ -107,7 +158,7 @@ def _text(message: bytes) -> bytes:
 @pytest.mark.invariant("I10")
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_bytes_on_the_wire(path: Path) -> None:
-    """Each leg's head and body, and the abort, are those of the fixture."""
+    """Heads and bodies of all that is sent are those of the fixture."""
     fixture = Fixture(path.read_bytes())
     sections = _rendered(fixture)
     if REWRITES:
@@ -117,7 +168,17 @@ def test_the_bytes_on_the_wire(path: Path) -> None:
     assert REWRITES or {name: text.rstrip(b"\n") for name, text in sections.items()} == shown
 
 
+_NAMES = {"sglang": "SGLang", "vllm": "vLLM", "trtllm": "TensorRT-LLM"}
+
+
 def test_there_are_fixtures() -> None:
-    """Each says what it is in its first line."""
-    assert len(FIXTURES) >= 25
-    assert all(path.read_bytes().startswith(b"# SGLang ") for path in FIXTURES)
+    """Each says what it is in its first line, with the version; every engine and KV transport has its own."""
+    shown = set()
+    for path in FIXTURES:
+        fixture = Fixture(path.read_bytes())
+        assert fixture.engine == path.parent.name
+        first = f"# {_NAMES[fixture.engine]} {fixture.settings['version']}"
+        assert fixture.intro.decode().startswith((f"{first}: ", f"{first}, "))
+        shown.add((fixture.engine, fixture.settings.get("kv_transport", "bootstrap")))
+    engines: Mapping[str, Engine] = {"sglang": Sglang(RankFields.AUTO), "vllm": Vllm(), "trtllm": Trtllm()}
+    assert shown == {(name, transport) for name, engine in engines.items() for transport in engine.kv_transports}

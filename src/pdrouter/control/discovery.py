@@ -1,13 +1,15 @@
 """Static discovery: the endpoints that the settings name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from msgspec import UNSET, Struct
 
 from pdrouter.config import EndpointSettings, Settings
 from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.engines.base import Engine
 from pdrouter.engines.sglang import DEFAULT_BOOTSTRAP_PORT
+from pdrouter.errors import ConfigError
 
 
 class Found(Struct, frozen=True):
@@ -17,24 +19,44 @@ class Found(Struct, frozen=True):
     fixed: frozenset[str]
 
 
-def static_endpoints(settings: Settings) -> Iterator[Found]:
-    """Yield the endpoints of the settings."""
+_BOOTSTRAPPED = frozenset({"bootstrap", "mooncake"})
+"""Transports with a port at which a prefill endpoint is met."""
+
+
+def static_endpoints(settings: Settings, engines: Mapping[str, Engine]) -> Iterator[Found]:
+    """Yield the endpoints of the settings.
+
+    Raises: ConfigError for a KV transport that an engine doesn't have.
+    """
     for role, listed in (
         (Role.PREFILL, settings.prefill),
         (Role.DECODE, settings.decode),
         (Role.REGULAR, settings.worker),
     ):
         for entry in listed:
-            yield _found(role, entry)
+            yield found_as(role, entry, settings, engines)
 
 
-def _found(role: Role, entry: EndpointSettings) -> Found:
+def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: Mapping[str, Engine]) -> Found:
+    """Return the endpoint that an entry describes.
+
+    Raises: ConfigError for a KV transport that its engine doesn't have.
+    """
     parts = urlsplit(entry.url)
     host, port = parts.hostname or "", parts.port or 80
-    fixed = {name for name, value in (("model", entry.model), ("dp_size", entry.dp_size)) if value is not None}
+    told = (("model", entry.model), ("dp_size", entry.dp_size), ("rank_base", entry.dp_start_rank))
+    fixed = {name for name, value in told if value is not None}
+    name = entry.engine or settings.engine
+    engine = engines[name]
+    transport = entry.kv_transport or settings.kv_transport or engine.kv_transports[0]
+    if transport not in engine.kv_transports:
+        known = ", ".join(engine.kv_transports)
+        raise ConfigError([f"{entry.url}: {name} has no kv_transport {transport}; write one of {known}"])
+    traits = engine.traits(transport)
     bootstrap_port = entry.bootstrap_port
     if bootstrap_port is UNSET:
-        bootstrap_port = DEFAULT_BOOTSTRAP_PORT if role is Role.PREFILL else None
+        is_bootstrapped = role is Role.PREFILL and transport in _BOOTSTRAPPED
+        bootstrap_port = DEFAULT_BOOTSTRAP_PORT if is_bootstrapped else None
     else:
         fixed.add("bootstrap_port")
     endpoint = Endpoint(
@@ -42,10 +64,20 @@ def _found(role: Role, entry: EndpointSettings) -> Found:
         host=host,
         port=port,
         role=role,
+        engine=name,
+        kv_transport=transport,
         group=entry.group,
         model=entry.model,
         dp_size=entry.dp_size or 1,
         bootstrap_port=bootstrap_port,
         profile=entry.profile,
+        gpu=entry.gpu,
+        rank_base=entry.dp_start_rank or 0,
+        kv_address=entry.kv_address,
+        pair_tasks=traits.pair_tasks,
+        pairs_lists=traits.pairs_lists,
+        pairs_copies=traits.pairs_copies,
+        reads_prompts=traits.reads_prompts,
+        reports_lag=traits.reports_lag,
     )
     return Found(endpoint, frozenset(fixed))

@@ -1,22 +1,32 @@
 """Who is ready: first contact, then probes with thresholds both ways; what the engine tells of itself is taken in.
 
-Facts go to the core as events; nothing here decides who serves a request.
+What the traffic meets counts as well: a connection that is refused is a failed probe, and the next follows at once. An
+engine that has begun anew is described anew, and its cache is forgotten. Facts go to the core as events; nothing here
+decides who serves a request.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 import structlog
 
+from pdrouter.control.discovery import Found
 from pdrouter.control.probe import Prober
-from pdrouter.core.events import EndpointDescribed, ReadinessChanged
-from pdrouter.core.fleet import Endpoint
+from pdrouter.core.events import EndpointDescribed, EndpointRestarted, ReadinessChanged
+from pdrouter.core.fleet import HEALTH, Endpoint
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Described, Engine
-from pdrouter.errors import RouterError
+from pdrouter.errors import ConnectFailed, RouterError
 
 NOT_REACHED = "not reached yet"
+
+_HURRY_S = 0.05
+"""Shortest time between two probes that failures of the traffic ask for; chosen."""
+
+_LASTING = ("version", "dp_size", "rank_base", "kv_capacity_tokens", "kv_engine_ids")
+"""What an engine tells that doesn't change while it runs."""
 
 
 class HealthOptions(msgspec.Struct, frozen=True):
@@ -32,7 +42,10 @@ class HealthOptions(msgspec.Struct, frozen=True):
 
 
 class HealthWatch:
-    """Watches one endpoint. What the settings say of it (``fixed``) stands above what it tells."""
+    """Watches one endpoint. What the settings say of it (``fixed``) stands above what it tells.
+
+    ``on_restart`` is called when it has begun anew.
+    """
 
     def __init__(
         self,
@@ -41,88 +54,186 @@ class HealthWatch:
         prober: Prober,
         clock: Callable[[], float],
         options: HealthOptions,
-        endpoint: Endpoint,
-        fixed: frozenset[str],
+        found: Found,
+        on_restart: Callable[[], None],
     ) -> None:
+        self.options = options
         self._router = router
         self._engine = engine
         self._prober = prober
         self._clock = clock
-        self._options = options
-        self._endpoint = endpoint
-        self._fixed = fixed
-        self._log = structlog.stdlib.get_logger("pdrouter.health").bind(endpoint=endpoint.address)
+        self._endpoint = found.endpoint
+        self._fixed = found.fixed
+        self._on_restart = on_restart
+        self._is_reached = False
+        self._is_up = False
+        self._failures = 0
+        self._is_anew = False  # to be described anew
+        self._restart = ""  # why it must have begun anew, once it answers again
+        self._hurry = asyncio.Event()
+        self._log = structlog.stdlib.get_logger("pdrouter.health").bind(endpoint=found.endpoint.address)
 
     async def run(self) -> None:
         """Reach the endpoint, then probe it for ever."""
         while (problem := await self._contact()) is not None:
             self._set_ready(f"{NOT_REACHED}: {problem}")
-            await asyncio.sleep(self._options.startup_interval_s)
-        self._set_ready(None)
-        while not self._options.is_disabled:
+            await asyncio.sleep(self.options.startup_interval_s)
+        self._is_reached = True
+        while True:
+            self._set_ready(None)
             await self._until_failing()
             await self._until_recovered()
 
+    def failed(self, error: ConnectFailed) -> None:
+        """The endpoint took no connection: a failed probe, but one only until the next has ended."""
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            self._refused()
+        if self._is_up and not self._hurry.is_set():
+            self._count(error.message)
+            self._hurry.set()
+
+    def restarted(self, why: str) -> None:
+        """The endpoint has begun anew; what it is now isn't known yet."""
+        self._tell_restart(why)
+        self._is_anew = True
+        self._hurry.set()
+
+    def change(self, found: Found) -> None:
+        """The settings say something else of the endpoint; what it has told stands where they don't."""
+        told = {name: getattr(self._endpoint, name) for name in _told_names(found.fixed)}
+        self._endpoint, self._fixed = msgspec.structs.replace(found.endpoint, **told), found.fixed
+        self._router.observe(EndpointDescribed(self._endpoint), self._clock())
+        self._is_anew = True
+        self._hurry.set()
+
     async def _until_failing(self) -> None:
-        failures = 0
-        while failures < self._options.failure_threshold:
-            await asyncio.sleep(self._options.interval_s)
-            problem = await self._probe()
-            failures = 0 if problem is None else failures + 1
-        self._set_ready(f"{failures} health checks failed in a row: {problem}")
+        self._is_up, self._failures = True, 0
+        while self._is_up and await self._pause():
+            problem = await (self._contact() if self._is_anew else self._probe())
+            if problem is None:
+                self._failures = 0
+            else:
+                self._count(problem)
+
+    def _count(self, problem: str) -> None:
+        """Count a failure; at the threshold the endpoint is out."""
+        if self.options.is_disabled:
+            return
+        self._failures += 1
+        if self._is_up and self._failures >= self.options.failure_threshold:
+            self._is_up = False
+            self._set_ready(f"{self._failures} health checks failed in a row: {problem}")
 
     async def _until_recovered(self) -> None:
         successes = 0
-        while successes < self._options.success_threshold:
-            await asyncio.sleep(self._options.interval_s)
+        while successes < self.options.success_threshold:
+            await asyncio.sleep(self.options.interval_s)
             problem = await self._contact()
             successes = successes + 1 if problem is None else 0
-        self._set_ready(None)
+        self._hurry.clear()
+
+    async def _pause(self) -> bool:
+        """Wait until it is time for a probe, or something asks for one; ``False`` if the endpoint is out by then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if self.options.is_disabled else self.options.interval_s):
+                await self._hurry.wait()
+                await asyncio.sleep(_HURRY_S)
+        self._hurry.clear()
+        return self._is_up
 
     async def _contact(self) -> str | None:
         """Probe the endpoint and let it tell of itself; return what is wrong with it."""
-        return await self._probe() or await self._describe()
+        problem = await self._probe() or await self._describe()
+        if problem is None:
+            self._is_anew = False
+            if self._restart:
+                self._tell_restart(self._restart)
+        return problem
 
     async def _probe(self) -> str | None:
         try:
-            status, _ = await self._prober.get(self._endpoint, self._options.path, self._options.timeout_s)
+            status, _ = await self._prober.get(self._endpoint, self.options.path, self.options.timeout_s)
         except RouterError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                self._refused()
             return error.message
-        return None if status < 400 else f"{self._options.path} answered {status}"
+        return None if status < 400 else f"{self.options.path} answered {status}"
+
+    def _refused(self) -> None:
+        """Nobody listens at the port: whoever does later is another process."""
+        if self._is_reached:
+            self._is_anew = True
+            self._restart = "it had refused connections"
 
     async def _describe(self) -> str | None:
-        for path in self._engine.info_paths:
-            try:
-                status, body = await self._prober.get(self._endpoint, path, self._options.timeout_s)
-            except RouterError as error:
-                return error.message
-            described = self._engine.describe(body) if status == 200 else None
+        endpoint = self._endpoint
+        groups = [[(endpoint, path) for path in paths] for paths in self._engine.info_paths]
+        bootstrap_path = self._engine.bootstrap_path(endpoint)
+        if bootstrap_path is not None and endpoint.bootstrap_port is not None:
+            groups.append([(_at_port(endpoint, endpoint.bootstrap_port), bootstrap_path)])
+        try:
+            told = [found for group in groups if (found := await self._ask(group)) is not None]
+        except RouterError as error:
+            return error.message
+        if not told and groups:
+            self._log.info("the engine doesn't tell of itself; the settings stand")
+        problem = self._take_in(told)
+        if problem is None and bootstrap_path is not None and not self._endpoint.kv_engine_ids:
+            return f"{bootstrap_path} at its bootstrap port doesn't name its KV engines"
+        return problem
+
+    async def _ask(self, group: Sequence[tuple[Endpoint, str]]) -> Described | None:
+        """Return what the first of these that is understood tells."""
+        for place, path in group:
+            status, body = await self._prober.get(place, path, self.options.timeout_s)
+            described = self._engine.describe(path, body) if status == 200 else None
             if described is not None:
-                return self._take_in(described)
-        self._log.info("the engine doesn't tell of itself; the settings stand")
+                return described
         return None
 
-    def _take_in(self, told: Described) -> str | None:
+    def _take_in(self, told: Iterable[Described]) -> str | None:
         endpoint = self._endpoint
-        if told.role is not None and told.role is not endpoint.role:
-            return f"configured as {endpoint.role}, but the engine says that it is {told.role}"
         news = {
             name: value
-            for name in ("model", "dp_size", "bootstrap_port", "version")
-            if name not in self._fixed and (value := getattr(told, name)) is not None
+            for described in told
+            for name, value in msgspec.structs.asdict(described).items()
+            if name not in self._fixed and value is not None
         }
+        role = news.get("role", endpoint.role)
+        if role is not endpoint.role:
+            return f"configured as {endpoint.role}, but the engine says that it is {role}"
         described = msgspec.structs.replace(endpoint, **news)
         if described != endpoint:
+            lasting = [name for name in _LASTING if getattr(described, name) != getattr(endpoint, name)]
+            if lasting and self._is_reached and not self._is_anew:
+                self._restart = f"it tells another {lasting[0]}"
             self._endpoint = described
             self._router.observe(EndpointDescribed(described), self._clock())
             self._log.info("described", model=described.model, dp_size=described.dp_size, version=described.version)
         return None
 
+    def _tell_restart(self, why: str) -> None:
+        self._restart = ""
+        self._router.observe(EndpointRestarted(self._endpoint.address), self._clock())
+        self._log.warning("restarted", reason=why)
+        self._on_restart()
+
     def _set_ready(self, out: str | None) -> None:
-        before = self._router.fleet.why_out(self._endpoint.address)
+        before = self._router.fleet.why_out(self._endpoint.address, HEALTH)
         if before != out:
             self._router.observe(ReadinessChanged(self._endpoint.address, out), self._clock())
             if out is None:
                 self._log.info("ready")
             else:
                 self._log.warning("out", reason=out)
+
+
+def _told_names(fixed: frozenset[str]) -> list[str]:
+    """Return what an engine may tell of itself, but its role, and the settings don't say."""
+    return [name for name in Described.__struct_fields__ if name != "role" and name not in fixed]
+
+
+def _at_port(endpoint: Endpoint, port: int) -> Endpoint:
+    """Return the same host at another port."""
+    address = endpoint.address.removesuffix(f":{endpoint.port}")
+    return msgspec.structs.replace(endpoint, address=f"{address}:{port}", port=port)

@@ -1,16 +1,18 @@
 """Polls an endpoint's load and tells the core, with the moment at which it was true."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from pdrouter.control.probe import Prober
 from pdrouter.core.events import LoadMissing, LoadReported
+from pdrouter.core.load import RankReport
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine, LoadReply
-from pdrouter.errors import RouterError
+from pdrouter.errors import ConnectFailed, RouterError
 
 _READY_CHECK_S = 0.25
 """How soon an endpoint that became ready is asked for its load; chosen."""
@@ -23,8 +25,21 @@ class LoadOptions(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
+class Listener(Protocol):
+    """Whoever judges the health of the endpoint."""
+
+    def failed(self, error: ConnectFailed) -> None:
+        """It took no connection."""
+
+    def restarted(self, why: str) -> None:
+        """It has begun anew."""
+
+
 class LoadMonitor:
-    """Polls one endpoint while it is ready. The path that answered last is tried first."""
+    """Polls one endpoint while it is ready. The path that answered last is tried first.
+
+    Whoever is ``listener`` hears of connections that it refuses, and of counters that fell.
+    """
 
     def __init__(
         self,
@@ -35,26 +50,29 @@ class LoadMonitor:
         wall_clock: Callable[[], float],
         options: LoadOptions,
         address: str,
+        listener: Listener,
     ) -> None:
+        self.options = options
         self._router = router
         self._engine = engine
         self._prober = prober
         self._clock = clock
         self._wall_clock = wall_clock
-        self._options = options
         self._address = address
+        self._listener = listener
+        self._totals: dict[int, float] = {}
         self._paths = list(engine.load_paths)
         self._is_silent = False
         self._log = structlog.stdlib.get_logger("pdrouter.load").bind(endpoint=address)
 
     async def run(self) -> None:
-        """Poll for ever."""
-        while True:
+        """Poll for ever, an engine that tells its load."""
+        while self._paths:
             if self._router.fleet.is_ready(self._address):
                 await self.poll()
-                await asyncio.sleep(self._options.interval_s)
+                await asyncio.sleep(self.options.interval_s)
             else:
-                await asyncio.sleep(min(self._options.interval_s, _READY_CHECK_S))
+                await asyncio.sleep(min(self.options.interval_s, _READY_CHECK_S))
 
     async def poll(self) -> None:
         """Ask once, and tell the core what came of it."""
@@ -65,6 +83,8 @@ class LoadMonitor:
                 status, body = await self._get(path)
             except RouterError as error:
                 problem = error.code
+                if isinstance(error, ConnectFailed):
+                    self._listener.failed(error)
                 break
             if status == 200:
                 self._paths.remove(path)
@@ -85,16 +105,34 @@ class LoadMonitor:
         endpoint = self._router.fleet.get(self._address)
         if endpoint is None:
             return 0, b""
-        return await self._prober.get(endpoint, path, self._options.timeout_s)
+        return await self._prober.get(endpoint, path, self.options.timeout_s)
+
+    def _local(self, ranks: Sequence[RankReport]) -> Sequence[RankReport]:
+        """Return reports by the endpoint's own numbers of its ranks."""
+        endpoint = self._router.fleet.get(self._address)
+        base = 0 if endpoint is None else endpoint.rank_base
+        return [msgspec.structs.replace(report, rank=report.rank - base) for report in ranks] if base else ranks
+
+    def forget_totals(self) -> None:
+        """Compare no more with what was told before."""
+        self._totals = {}
+
+    def _check_totals(self, ranks: Sequence[RankReport]) -> None:
+        """What an engine counts since its start grows; where it fell, there was another start."""
+        totals = {r.rank: r.prefill_tokens_total for r in ranks if r.prefill_tokens_total is not None}
+        if any(total < self._totals.get(rank, 0.0) for rank, total in totals.items()):
+            self._listener.restarted("its counters fell")
+        self._totals = totals
 
     def _tell(self, reply: LoadReply, sent_s: float) -> None:
+        self._check_totals(reply.ranks)
         now_s = self._clock()
         t_report_s = (sent_s + now_s) / 2
         if reply.unix_s is not None:
             stamped_s = now_s - (self._wall_clock() - reply.unix_s)
             if stamped_s <= now_s:  # a stamp from the future is another clock's
                 t_report_s = stamped_s
-        self._router.observe(LoadReported(self._address, reply.ranks, t_report_s), now_s)
+        self._router.observe(LoadReported(self._address, self._local(reply.ranks), t_report_s), now_s)
         if self._is_silent:
             self._is_silent = False
             self._log.info("load is reported again")

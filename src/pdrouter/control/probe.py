@@ -1,4 +1,4 @@
-"""One small GET to an engine, with a time limit; over connections of its own, apart from the traffic's."""
+"""One small request to an engine, with a time limit; over connections of its own, apart from the traffic's."""
 
 import asyncio
 
@@ -18,13 +18,17 @@ class Prober:
         self._max_reply_bytes = max_reply_bytes
 
     async def get(self, endpoint: Endpoint, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return status and body; raises as ``ask`` does."""
+        return await self.ask("GET", endpoint, path, timeout_s)
+
+    async def ask(self, method: str, endpoint: Endpoint, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return status and body.
 
         Raises: UpstreamError, PoolExhausted; UpstreamTimeout after ``timeout_s``.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                exchange = await self._pools.get(endpoint).send(request_head("GET", path, endpoint, _HEADERS, 0))
+                exchange = await self._pools.get(endpoint).send(request_head(method, path, endpoint, _HEADERS, 0))
                 try:
                     status = await exchange.head()
                     return status, await exchange.read_all(self._max_reply_bytes)

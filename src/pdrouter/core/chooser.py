@@ -4,17 +4,20 @@ It reads fleet and load; all that it changes is whose turn it is in its own poli
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 
 import msgspec
 
 from pdrouter.core.decision import Why
-from pdrouter.core.fleet import Endpoint, Fleet, Role
+from pdrouter.core.fleet import Endpoint, Fleet, Role, Way
 from pdrouter.core.ledger import UNASSIGNED, RankKey
 from pdrouter.core.load import EndpointLoad, LoadView
 from pdrouter.core.policies import ENGINE, RANK_POLICIES, pair_policy
 from pdrouter.core.policies.base import Policy, PolicyOptions, Question
-from pdrouter.core.policies.least_work import LeastWork, Offer, PairOffer
+from pdrouter.core.policies.least_work import AVOIDED_S, LeastWork, Offer, PairOffer
 from pdrouter.core.policies.pairs import PairPick, grouped
+from pdrouter.core.request import PAIRED
 from pdrouter.errors import InvalidRank
 
 PolicyTable = Mapping[str, Callable[[PolicyOptions], Policy]]
@@ -25,6 +28,9 @@ _ONLY_RANK = Why("single", "the only rank")
 _CLIENTS_RANK = Why("client", "the client's own rank")
 _WITH_THE_ENDPOINT = Why(LeastWork.name, "chosen with the endpoint")
 _ENGINES_RANK = Why(ENGINE, "left to the engine")
+
+_LEAST = "least predicted seconds"
+_AGAIN = "least predicted seconds, though it failed there: no other is ready"
 
 
 class Spot(msgspec.Struct, frozen=True, gc=False):
@@ -73,37 +79,68 @@ class Chooser:
         least = LeastWork(made)
         has_ranks = rank_policy == LeastWork.name
         is_least = {role for role, name in names.items() if name == LeastWork.name and has_ranks}
-        self._pair_search = least if {Role.PREFILL, Role.DECODE} <= is_least else None
-        self._regular_search = least if Role.REGULAR in is_least else None
+        self._searches: dict[Way, Callable[[Question, str | None], PairOffer | None]] = {}
+        if {Role.PREFILL, Role.DECODE} <= is_least:
+            self._searches |= {Way.PAIR: least.choose_pair, Way.DECODE: least.choose_decode}
+        if Role.REGULAR in is_least:
+            self._searches[Way.REGULAR] = least.choose_regular
 
-    def choose(self, question: Question, model: str | None) -> Choice:
-        """Return where a request is to run; the question's role says whether a pair or a regular endpoint is ready.
+    def choose(self, question: Question, model: str | None, ways: Sequence[Way]) -> Choice:
+        """Return where a request is to run; ``ways`` are those that are open, the question's role that of the first.
 
+        Of several ways ``least_work`` takes the fastest, other policies the first.
         Raises: InvalidRank.
         """
         facts = question.facts
         is_free = facts.prefill_rank is None and facts.decode_rank is None
-        if question.role is Role.PREFILL:
-            offer = self._pair_search.choose_pair(question, model) if self._pair_search and is_free else None
-            choice = self._pair(question, model, is_free=is_free) if offer is None else _offered(question, offer)
-        else:
-            offer = self._regular_search.choose_regular(question, model) if self._regular_search and is_free else None
-            choice = self._regular(question, model) if offer is None else _offered(question, offer)
+        offer = self._best_offer(question, model, ways) if is_free else None
+        choice = _offered(question, offer) if offer is not None else self._by_policies(question, model, ways)
         decode = choice.decode.load.endpoint
         self._fleet.check_pair(decode if choice.prefill is None else choice.prefill.load.endpoint, decode)  # I6
         return choice
 
-    def _pair(self, question: Question, model: str | None, *, is_free: bool) -> Choice:
+    def _best_offer(self, question: Question, model: str | None, ways: Sequence[Way]) -> PairOffer | None:
+        """Return the fastest that the search for the least work finds, ``None`` where it isn't to search."""
+        best = None
+        for way in ways:
+            search = self._searches.get(way)
+            if search is None:
+                return None
+            offer = search(question, model)
+            if offer is not None and (best is None or offer.cost_s < best.cost_s):
+                best = offer
+        return best
+
+    def _by_policies(self, question: Question, model: str | None, ways: Sequence[Way]) -> Choice:
+        """Return what the policies choose in the first way; in another if only there no failed rank is repeated."""
+        choice = self._in_way(question, model, ways[0])
+        for way in ways[1:]:
+            if not _repeats(question, choice):  # I8
+                break
+            asked = msgspec.structs.replace(question, role=way.role, scope=(way.role, model or ""))
+            with suppress(InvalidRank):
+                choice = min(choice, self._in_way(asked, model, way), key=partial(_repeats, question))
+        return choice
+
+    def _in_way(self, question: Question, model: str | None, way: Way) -> Choice:
+        return self._pair(question, model) if way is Way.PAIR else self._alone(question, model)
+
+    def _pair(self, question: Question, model: str | None) -> Choice:
         facts, cached = question.facts, question.cached_tokens
         prefills = self._with_rank(self._prefills(question, model), facts.prefill_rank, Role.PREFILL)
-        pair = self._both(question, prefills, model) if is_free else None
+        if question.avoid:
+            prefills = self._least_repeating(question, prefills, model)
+        pair = (
+            self._both(question, prefills, model) if facts.prefill_rank is None and facts.decode_rank is None else None
+        )
         prefill, prefill_why = pair[:2] if pair else self._endpoint(question, prefills)
         prefill_rank, prefill_rank_why = self._rank(question, prefill, facts.prefill_rank)
 
         scope = (Role.DECODE, model or "", prefill.endpoint.group)
         tokens, output_tokens, now_s = question.prompt_tokens, question.output_tokens, question.now_s
-        question = Question(scope, Role.DECODE, tokens, {}, output_tokens, now_s, facts)
+        question = Question(scope, Role.DECODE, tokens, {}, output_tokens, now_s, facts, question.avoid)
         decodes = self._with_rank(self._fleet.partners(prefill.endpoint, model), facts.decode_rank, Role.DECODE)
+        decodes = _allowed(question, decodes, facts.decode_rank)
         decode, decode_why = pair[2:] if pair else self._endpoint(question, decodes)
         decode_rank, decode_rank_why = self._rank(question, decode, facts.decode_rank)
 
@@ -121,13 +158,15 @@ class Chooser:
             return ready
         return [p for p in ready if any(rank < d.dp_size for d in self._fleet.partners(p, model))] or ready
 
-    def _regular(self, question: Question, model: str | None) -> Choice:
-        facts, cached = question.facts, question.cached_tokens
+    def _alone(self, question: Question, model: str | None) -> Choice:
+        """Return one endpoint of the question's role that does it all."""
+        facts, cached, role = question.facts, question.cached_tokens, question.role
         rank_wanted = facts.decode_rank if facts.decode_rank is not None else facts.prefill_rank
-        workers = self._with_rank(self._fleet.ready(Role.REGULAR, model), rank_wanted, Role.REGULAR)
+        workers = self._with_rank(self._fleet.alone(role, model), rank_wanted, role)
+        workers = _allowed(question, workers, rank_wanted)
         worker, why = self._endpoint(question, workers)
-        if any(e.role is not Role.REGULAR for e in self._fleet):
-            rule = f"no ready pair, a regular endpoint serves: {why.rule}"
+        if facts.task in PAIRED and any(e.role is not Role.REGULAR for e in self._fleet):
+            rule = f"no ready pair, a {role} endpoint serves: {why.rule}"
             why = msgspec.structs.replace(why, rule=rule, is_notable=True)
         rank, rank_why = self._rank(question, worker, rank_wanted)
         return Choice(None, Spot(worker, rank, why, rank_why, 0), cached.get(_key(worker, rank), 0))
@@ -136,9 +175,28 @@ class Chooser:
         """Return both endpoints where one policy chooses them together."""
         if self._pair_policy is None:
             return None
-        loads = self._loads
-        groups = grouped(prefills, lambda p: [loads[d.address] for d in self._fleet.partners(p.endpoint, model)])
+        groups = grouped(prefills, lambda p: _allowed(question, self._partners(p, model), None))
         return self._pair_policy.choose_pair(question, groups)
+
+    def _partners(self, prefill: EndpointLoad, model: str | None) -> list[EndpointLoad]:
+        return [self._loads[e.address] for e in self._fleet.partners(prefill.endpoint, model)]
+
+    def _least_repeating(
+        self, question: Question, prefills: Sequence[EndpointLoad], model: str | None
+    ) -> list[EndpointLoad]:
+        """Return those with which a pair repeats the fewest failed ranks (I8): their own, and their partners'."""
+        mine, theirs = question.facts.prefill_rank, question.facts.decode_rank
+        repeated = [
+            _is_avoided(question, p, mine)
+            + all(
+                _is_avoided(question, d, theirs)
+                for d in self._partners(p, model)
+                if theirs is None or theirs < d.endpoint.dp_size
+            )
+            for p in prefills
+        ]
+        least = min(repeated)
+        return [p for p, count in zip(prefills, repeated, strict=True) if count == least]
 
     def _endpoint(self, question: Question, candidates: Sequence[EndpointLoad]) -> tuple[EndpointLoad, Why]:
         if len(candidates) == 1:
@@ -163,8 +221,11 @@ class Chooser:
             question.now_s,
             question.facts,
         )
-        pick = policy.choose(scoped, load.ranks)
-        return pick.index, pick.why.with_chosen(pick.index)
+        ranks = load.ranks
+        if question.avoid:
+            ranks = [rank for rank in ranks if not question.avoids(rank.key)] or ranks
+        pick = policy.choose(scoped, ranks)
+        return ranks[pick.index].key.rank, pick.why.with_chosen(pick.index)
 
     def _with_rank(self, pool: Sequence[Endpoint], rank: int | None, role: Role) -> list[EndpointLoad]:
         loads = self._loads
@@ -177,6 +238,25 @@ class Chooser:
         return having
 
 
+def _allowed(question: Question, candidates: list[EndpointLoad], rank: int | None) -> list[EndpointLoad]:
+    """Return those that needn't be avoided; all if there are none (I8)."""
+    if not question.avoid:
+        return candidates
+    return [load for load in candidates if not _is_avoided(question, load, rank)] or candidates
+
+
+def _is_avoided(question: Question, load: EndpointLoad, rank: int | None) -> bool:
+    """Whether an endpoint can be used only on a rank to avoid; ``rank``: the one that the client wants."""
+    if rank is not None:
+        return question.avoids(RankKey(load.key, rank))
+    return all(question.avoids(own.key) for own in load.ranks)
+
+
+def _repeats(question: Question, choice: Choice) -> int:
+    """Return how many ranks to avoid were chosen."""
+    return sum(question.avoids(_key(spot.load, spot.rank)) for spot in choice.spots) if question.avoid else 0
+
+
 def _offered(question: Question, offer: PairOffer) -> Choice:
     """Return what the search for the least work has found."""
     if offer.prefill is None:
@@ -187,9 +267,11 @@ def _offered(question: Question, offer: PairOffer) -> Choice:
 
 
 def _spot(offer: Offer, cached_tokens: int) -> Spot:
-    worker = offer.worker
+    worker, cost_s, rule, is_again = offer.worker, offer.cost_s, _LEAST, offer.cost_s >= AVOIDED_S
+    if is_again:
+        cost_s, rule = cost_s % AVOIDED_S, _AGAIN
     key = worker.load.key
-    why = Why(LeastWork.name, "least predicted seconds", (), (offer.cost_s,), False, 0, (key,))
+    why = Why(LeastWork.name, rule, (), (cost_s,), is_again, 0, (key,))
     return Spot(worker.site.load, key.rank, why, _WITH_THE_ENDPOINT, cached_tokens)
 
 

@@ -109,11 +109,28 @@ class Usage(NamedTuple):
     completion_tokens: int
 
 
+class PrefillUsage(NamedTuple):
+    """The count of the engine that read the prompt, and when it was read; ``cached_tokens`` needn't be computed."""
+
+    at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Note(NamedTuple):
+    """What else is worth telling of a request, and when it was seen."""
+
+    at_s: float
+    text: str
+
+
 class Decision:
     """One request's placement. ``prefill`` is ``None`` where one endpoint does both.
 
     ``number`` is ours and unique; the client's id is a label in ``facts``. ``grown_at_s`` is when its answer was last
-    seen to grow, ``shadowed`` what a policy that looks on would have chosen.
+    seen to grow, ``shadowed`` what a policy that looks on would have chosen. ``insert`` is the number of its prompt in
+    the prefix index, ``prefix_is_read`` says that what the index predicted had been read by then. ``prefill_took_s`` is
+    how long its prompt took, while that is worth learning from.
     """
 
     __slots__ = (
@@ -122,8 +139,13 @@ class Decision:
         "facts",
         "first_token_at_s",
         "grown_at_s",
+        "insert",
+        "notes",
         "number",
         "prefill",
+        "prefill_took_s",
+        "prefill_usage",
+        "prefix_is_read",
         "prefix_tokens",
         "shadowed",
         "state",
@@ -149,6 +171,11 @@ class Decision:
         self.first_token_at_s: float | None = None
         self.grown_at_s: float | None = None
         self.usage: Usage | None = None
+        self.prefill_usage: PrefillUsage | None = None
+        self.notes: tuple[Note, ...] = ()
+        self.prefill_took_s: float | None = None
+        self.insert = 0
+        self.prefix_is_read = False
         self.shadowed: Shadowed | None = None
         self.state = State.PREFILLING
 

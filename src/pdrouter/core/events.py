@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdrouter.core.decision import Decision
-from pdrouter.core.fleet import Endpoint
+from pdrouter.core.fleet import HEALTH, Endpoint
 from pdrouter.core.load import RankReport
 
 
@@ -23,10 +23,17 @@ class EndpointDescribed(msgspec.Struct, frozen=True):
 
 
 class ReadinessChanged(msgspec.Struct, frozen=True):
-    """An endpoint is ready (``None``) or out, with the reason."""
+    """A source finds an endpoint ready (``None``) or takes it out, with the reason."""
 
     address: str
     out: str | None
+    source: str = HEALTH
+
+
+class EndpointRestarted(msgspec.Struct, frozen=True):
+    """An endpoint has begun anew: its cache and its load are gone; what we have placed there stays until it ends."""
+
+    address: str
 
 
 class EndpointLeft(msgspec.Struct, frozen=True):
@@ -72,14 +79,24 @@ class UsageSeen(msgspec.Struct, frozen=True):
     events: int = 0
 
 
+class PrefillUsageSeen(msgspec.Struct, frozen=True):
+    """The engine that read a prompt has counted it, and how much of it was in its cache."""
+
+    decision: Decision
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """Something that a request's story must tell."""
+
+    decision: Decision
+    text: str
+
+
+FleetEvent = EndpointJoined | EndpointDescribed | ReadinessChanged | EndpointRestarted | EndpointLeft
+"""What changes the fleet."""
+
 Event = (
-    EndpointJoined
-    | EndpointDescribed
-    | ReadinessChanged
-    | EndpointLeft
-    | LoadReported
-    | LoadMissing
-    | FirstTokenSeen
-    | TokensGenerated
-    | UsageSeen
+    FleetEvent | LoadReported | LoadMissing | FirstTokenSeen | TokensGenerated | UsageSeen | PrefillUsageSeen | Noted
 )

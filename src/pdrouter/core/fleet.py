@@ -8,7 +8,13 @@ from enum import StrEnum
 
 import msgspec
 
+from pdrouter.core.request import RequestFacts, Task
 from pdrouter.errors import InvariantViolation
+
+HEALTH = "health"
+BREAKER = "breaker"
+DRAIN = "drain"
+"""Who may take an endpoint out: its health checks, its breaker, whoever wants it to take nothing new."""
 
 
 class Role(StrEnum):
@@ -24,7 +30,13 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     ``address`` is ``host:port``. ``model`` is ``None`` until the engine has told it. Endpoints may be paired when
     engine, KV transport, group and model agree (I6). ``version`` and ``bootstrap_port`` are the engine's own.
-    ``profile`` names the timing it is expected to have (``cost.py``).
+    ``profile`` names the timing it is expected to have (``cost.py``), ``gpu`` what it runs on.
+    ``rank_base`` is the first of its ranks among those of its deployment (global), where several endpoints share one;
+    ranks are local everywhere else. ``kv_capacity_tokens`` is that of one rank. ``kv_address`` is where its KV
+    transport listens, ``kv_engine_ids`` what that calls its ranks.
+    ``pair_tasks`` are those that its engine does in two legs; ``pairs_lists`` says that it does so for a list of
+    prompts, ``pairs_copies`` for several answers to one, ``reads_prompts`` that a decode endpoint can do the whole task
+    alone, ``reports_lag`` that its load reports may show work later than they say.
     """
 
     address: str
@@ -39,6 +51,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: int | None = None
     version: str | None = None
     profile: str | None = None
+    gpu: str | None = None
+    rank_base: int = 0
+    kv_capacity_tokens: int | None = None
+    kv_address: str | None = None
+    kv_engine_ids: tuple[str, ...] = ()
+    pair_tasks: frozenset[Task] = frozenset({Task.GENERATE})
+    pairs_lists: bool = True
+    pairs_copies: bool = True
+    reads_prompts: bool = False
+    reports_lag: bool = False
 
     @property
     def url(self) -> str:
@@ -48,6 +70,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     def serves(self, model: str | None) -> bool:
         """Whether a request for ``model`` may go there; one that isn't known may serve any."""
         return model is None or self.model is None or self.model == model
+
+    def parts(self, facts: RequestFacts) -> bool:
+        """Whether its engine does a request in two legs."""
+        if facts.task not in self.pair_tasks:
+            return False
+        if facts.is_list:
+            return self.pairs_lists
+        return self.pairs_copies or facts.prompts == 1
 
     def pairs_with(self, other: "Endpoint") -> bool:
         """Whether KV can go from this prefill endpoint to that decode endpoint (I6)."""
@@ -59,12 +89,36 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Way(StrEnum):
+    """How a request may be served: by a pair, or by one endpoint of a role."""
+
+    PAIR = "pair"
+    REGULAR = "regular"
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+    @property
+    def role(self) -> Role:
+        """Of the endpoint that is chosen first."""
+        return Role.PREFILL if self is Way.PAIR else Role(self.value)
+
+
+class Disaggregation(StrEnum):
+    """When a pair serves a request that one endpoint could serve as well; ``config.py`` says what they mean."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Fleet:
     """All endpoints by address, with the reason why those out are out."""
 
-    def __init__(self) -> None:
+    def __init__(self, disaggregation: Disaggregation) -> None:
+        self._disaggregation = disaggregation
+        self._ways: dict[tuple[str | None, Task, bool, bool, bool], tuple[Way, ...]] = {}
         self._endpoints: dict[str, Endpoint] = {}
-        self._out: dict[str, str] = {}
+        self._out: dict[str, dict[str, str]] = {}
         self._ready: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._partners: dict[tuple[str, str | None], tuple[Endpoint, ...]] = {}
         self._models: frozenset[str] | None = None
@@ -82,7 +136,7 @@ class Fleet:
     def put(self, endpoint: Endpoint, *, out: str | None = None) -> None:
         """Add an endpoint or describe it anew; ``out`` says why it can't be used yet (new ones only)."""
         if endpoint.address not in self._endpoints and out is not None:
-            self._out[endpoint.address] = out
+            self._out[endpoint.address] = {HEALTH: out}
         self._endpoints[endpoint.address] = endpoint
         self._forget_pools()
 
@@ -92,19 +146,23 @@ class Fleet:
         self._out.pop(address, None)
         self._forget_pools()
 
-    def set_ready(self, address: str, out: str | None) -> None:
-        """Take an endpoint in (``None``) or out, with the reason."""
+    def set_ready(self, address: str, out: str | None, source: str = HEALTH) -> None:
+        """Let a source take an endpoint out, with the reason, or not any more (``None``); it is in when none does."""
         if address not in self._endpoints:
             return
+        reasons = self._out.setdefault(address, {})
         if out is None:
-            self._out.pop(address, None)
+            reasons.pop(source, None)
         else:
-            self._out[address] = out
+            reasons[source] = out
+        if not reasons:
+            del self._out[address]
         self._forget_pools()
 
-    def why_out(self, address: str) -> str | None:
-        """Return the reason why an endpoint can't be used, ``None`` if it is ready."""
-        return self._out.get(address)
+    def why_out(self, address: str, source: str | None = None) -> str | None:
+        """Return why an endpoint can't be used, by one source or all, ``None`` if it is ready."""
+        reasons = self._out.get(address, {})
+        return "; ".join(reasons.values()) or None if source is None else reasons.get(source)
 
     def is_ready(self, address: str) -> bool:
         """Whether an endpoint takes requests."""
@@ -116,6 +174,18 @@ class Fleet:
         if pool is None:
             pool = self._ready[role, model] = tuple(self._pool(role, model))
         return pool
+
+    def alone(self, role: Role, model: str | None) -> tuple[Endpoint, ...]:
+        """Return the ready endpoints of a role that may serve a model without a partner."""
+        return tuple(e for e in self._endpoints.values() if e.role is role and self._may_serve(e, model))
+
+    def ways(self, model: str | None, facts: RequestFacts) -> tuple[Way, ...]:
+        """Return the ways in which a request may be served now, the preferred first where their times aren't known."""
+        key = (model, facts.task, facts.is_list, facts.prompts == 1, facts.is_whole)
+        ways = self._ways.get(key)
+        if ways is None:
+            ways = self._ways[key] = tuple(self._find_ways(model, facts))
+        return ways
 
     def partners(self, prefill: Endpoint, model: str | None) -> tuple[Endpoint, ...]:
         """Return the ready decode endpoints that a prefill endpoint may be paired with."""
@@ -144,14 +214,34 @@ class Fleet:
         if prefill is not decode and not prefill.pairs_with(decode):
             raise InvariantViolation(f"{prefill.address} and {decode.address} can't be paired")
 
+    def _find_ways(self, model: str | None, facts: RequestFacts) -> Iterator[Way]:
+        task = facts.task
+        is_ready = {role: bool(self.alone(role, model)) for role in Role}
+        if task in (Task.READ, Task.OTHER):
+            order = (Way.REGULAR, Way.PREFILL) if task is Task.READ else (Way.REGULAR, Way.PREFILL, Way.DECODE)
+            yield from (way for way in order if is_ready[way.role])
+            return
+        pairs = () if facts.is_whole else self.ready(Role.PREFILL, model)
+        is_paired = bool(pairs) and all(p.parts(facts) for p in pairs)
+        decodes = self.alone(Role.DECODE, model)
+        whole = [Way.REGULAR] if is_ready[Role.REGULAR] else []
+        if decodes and all(d.reads_prompts for d in decodes):
+            whole.append(Way.DECODE)
+        if is_paired and not (whole and self._disaggregation is Disaggregation.NEVER):
+            yield Way.PAIR
+        if not is_paired or self._disaggregation is not Disaggregation.ALWAYS:
+            yield from whole
+
     def _pool(self, role: Role, model: str | None) -> Iterable[Endpoint]:
-        for endpoint in self._endpoints.values():
-            if endpoint.role is not role or endpoint.address in self._out or not endpoint.serves(model):
-                continue
+        for endpoint in self.alone(role, model):
             if role is not Role.PREFILL or self.partners(endpoint, model):
                 yield endpoint
 
+    def _may_serve(self, endpoint: Endpoint, model: str | None) -> bool:
+        return endpoint.address not in self._out and endpoint.serves(model)
+
     def _forget_pools(self) -> None:
+        self._ways.clear()
         self._ready.clear()
         self._partners.clear()
         self._models = None

@@ -20,7 +20,9 @@ _MOST = 1e12
 class RankReport(msgspec.Struct, frozen=True):
     """What an engine tells of one rank: tokens held or queued, and requests; ``None`` where it doesn't say.
 
-    ``kv_use`` is the share of KV in use, of 1.
+    ``waiting_requests`` is how many of ``requests`` don't run yet, ``kv_use`` the share of KV in use, of 1.
+    ``prefill_tokens_total`` are the prompt tokens that it has computed since it began, ``prefill_busy_s_total`` the
+    time that this took.
     """
 
     rank: int
@@ -28,6 +30,9 @@ class RankReport(msgspec.Struct, frozen=True):
     requests: float | None = None
     throughput_tokens_per_s: float | None = None
     kv_use: float | None = None
+    waiting_requests: float | None = None
+    prefill_tokens_total: float | None = None
+    prefill_busy_s_total: float | None = None
 
 
 class PeerMean:
@@ -242,6 +247,14 @@ class LoadView:
         for rank in gone.ranks if gone else ():
             rank.drop()
 
+    def restart(self, address: str) -> None:
+        """Drop the reports of an endpoint that has begun anew."""
+        ranks = set(self.endpoints[address].ranks)
+        for rank in ranks:
+            rank.drop()
+        self._fresh = [entry for entry in self._fresh if entry[2] not in ranks]
+        heapq.heapify(self._fresh)
+
     def accept(self, address: str, reports: Sequence[RankReport], t_s: float, now_s: float) -> int:
         """Take in an endpoint's report, taken at ``t_s``; return how many ranks it was good for.
 
@@ -258,8 +271,9 @@ class LoadView:
         good = [(rank, r) for rank, r in known if self._is_usable(load, rank, r, t_s)]
         visible = [rank.account.visible_at(t_s) for rank, _ in good]
         unassigned_tokens, unassigned_requests = load.unassigned.visible_at(t_s)
-        tokens = _corrections([r.tokens for _, r in good], [v[0] for v in visible], unassigned_tokens)
-        requests = _corrections([r.requests for _, r in good], [v[1] for v in visible], unassigned_requests)
+        lags = load.endpoint.reports_lag
+        tokens = _corrections([r.tokens for _, r in good], [v[0] for v in visible], unassigned_tokens, lags=lags)
+        requests = _corrections([r.requests for _, r in good], [v[1] for v in visible], unassigned_requests, lags=lags)
         for (rank, report), tokens_fix, requests_fix in zip(good, tokens, requests, strict=True):
             if rank.report is None:
                 heapq.heappush(self._fresh, (t_s, next(self._serials), rank))
@@ -322,9 +336,17 @@ class LoadView:
         return False
 
 
-def _corrections(reported: Sequence[float | None], visible: Sequence[int], unassigned: int) -> list[Correction | None]:
-    """Compare one number of each rank with ours; what ranks show beyond it is unassigned work first, then others'."""
+def _corrections(
+    reported: Sequence[float | None], visible: Sequence[int], unassigned: int, *, lags: bool
+) -> list[Correction | None]:
+    """Compare one number of each rank with ours; what ranks show beyond it is unassigned work first, then others'.
+
+    Where reports lag, one that shows less than ours hasn't seen it yet: then ours stands.
+    """
     pairs = list(zip(reported, visible, strict=True))
+    if lags:
+        reported = [None if number is None else max(number, ours) for number, ours in pairs]
+        pairs = list(zip(reported, visible, strict=True))
     beyond = sum(max(0.0, number - ours) for number, ours in pairs if number is not None)
     others = max(0.0, 1.0 - unassigned / beyond) if beyond else 0.0
     return [None if number is None else Correction.between(number, ours, others) for number, ours in pairs]

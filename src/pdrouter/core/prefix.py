@@ -55,9 +55,12 @@ class _Link:
 
 
 class _Holder(_Link):
-    """A rank and what it holds; in the ring a node always comes after those that hang on it."""
+    """A rank and what it holds; in the ring a node always comes after those that hang on it.
 
-    __slots__ = ("blocks", "capacity", "holds", "is_queued", "key")
+    ``read`` is the newest insert whose blocks it is known to have read.
+    """
+
+    __slots__ = ("blocks", "capacity", "holds", "is_queued", "key", "read")
 
     def __init__(self, key: RankKey) -> None:
         super().__init__()
@@ -66,6 +69,7 @@ class _Holder(_Link):
         self.blocks = 0
         self.holds: dict[_Node, _Hold] = {}
         self.is_queued = False
+        self.read = 0
 
     def oldest(self) -> "_Hold | None":
         """Return what was used longest ago."""
@@ -162,16 +166,16 @@ class PrefixIndex:
     """Which ranks hold which blocks, in at most ``max_bytes`` of memory (I9); the least recently used goes first.
 
     ``entries`` counts pairs of a block and a rank that holds it, ``evictions`` those that went for want of room, in
-    memory or in a rank's capacity.
+    memory or in a rank's capacity, ``inserts`` the inserts: each one's number.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.entries = 0
         self.evictions = 0
+        self.inserts = 0
         self.used_bytes = 0
         self._max_bytes = max_bytes
         self._most_blocks = max(1, max_bytes // (_PROMPT_SHARE * _BLOCK_BYTES))
-        self._inserts = 0
         self._nodes: dict[int, _Node] = {}  # by the first block of the run
         self._holders: dict[RankKey, _Holder] = {}
         self._endpoints: dict[str, list[_Holder]] = {}
@@ -180,23 +184,26 @@ class PrefixIndex:
 
     def find(self, blocks: Sequence[int]) -> Match:
         """Look a prompt up."""
-        return Match(self._walk(blocks), self._holders, self._inserts)
+        return Match(self._walk(blocks), self._holders, self.inserts)
 
     def match(self, blocks: Sequence[int]) -> dict[RankKey, int]:
         """Return how many leading blocks each rank holds, longest first; ranks that hold none are left out."""
         found = self.find(blocks)
         return found.longest(found.ranks)
 
-    def insert(self, blocks: Sequence[int], rank: RankKey) -> None:
-        """Remember that ``rank`` holds these leading blocks, as far as they fit."""
+    def insert(self, blocks: Sequence[int], rank: RankKey) -> bool:
+        """Remember that ``rank`` holds these leading blocks, as far as they fit.
+
+        Return whether all that it held of them before is known to have been read.
+        """
         if not blocks:
-            return
+            return True
         holder = self._holder(rank)
         most = self._most_blocks if holder.capacity is None else min(self._most_blocks, holder.capacity)
         if len(blocks) > most:
             self.evictions += len(blocks) - most
             blocks = blocks[:most]
-        self._inserts += 1
+        self.inserts += 1
         path = self._walk(blocks)
         nodes = [node for node, _ in path.steps]
         rest = blocks[path.depth :]
@@ -204,14 +211,24 @@ class PrefixIndex:
             nodes[-1] = self._split(nodes[-1], path.inside)
         if rest and not self._extend(nodes, rest, holder):
             nodes.append(self._add(rest, nodes[-1] if nodes else None))
+        used = 0
         for node in reversed(nodes):  # a chain's end is older than its beginning, so that it goes first
-            self._use(node, holder)
+            before = self._use(node, holder)
+            used = used or before
         self._fit(holder)
+        return used <= holder.read
 
-    def correct(self, blocks: Sequence[int], rank: RankKey, held_blocks: int) -> None:
+    def read(self, rank: RankKey, insert: int) -> None:
+        """Take in that ``rank`` has read the blocks of the insert with this number, and of those before it."""
+        holder = self._holders.get(rank)
+        if holder is not None:
+            holder.read = max(holder.read, insert)
+
+    def correct(self, blocks: Sequence[int], rank: RankKey, held_blocks: int, since_insert: int | None = None) -> None:
         """Take in that ``rank`` holds so many of these leading blocks and no more.
 
-        What hangs on those that it doesn't hold is dropped, too. A rank that nothing was said of stays unknown.
+        What hangs on those that it doesn't hold is dropped, too; ``since_insert``: but not what was used by the insert
+        of that number or later. A rank that nothing was said of stays unknown.
         """
         holder = self._holders.get(rank)
         if holder is None:
@@ -231,7 +248,8 @@ class PrefixIndex:
             gone = set(lost)
             lost = [node for node in holder.holds if _hangs_on(node, gone)]
         for node in lost:
-            self._drop(holder.holds[node])
+            if since_insert is None or holder.holds[node].used < since_insert:
+                self._drop(holder.holds[node])
         self._fit(holder)
 
     def set_capacity(self, rank: RankKey, blocks: int | None) -> None:
@@ -318,20 +336,22 @@ class PrefixIndex:
         self.used_bytes += _NODE_BYTES + _HOLD_BYTES * len(node.holds)
         return upper
 
-    def _use(self, node: _Node, holder: _Holder) -> None:
+    def _use(self, node: _Node, holder: _Holder) -> int:
+        """Let a rank use a node; return which insert did so last, 0 if none."""
         hold = holder.holds.get(node)
         if hold is not None:
-            hold.used = self._inserts
+            used, hold.used = hold.used, self.inserts
             hold.take_out()
             hold.put_behind(holder.older)
-            return
-        _Hold(holder, node, holder.older, self._inserts)
+            return used
+        _Hold(holder, node, holder.older, self.inserts)
         holder.blocks += len(node.run)
         self.entries += len(node.run)
         self.used_bytes += _HOLD_BYTES
         if not holder.is_queued:
             holder.is_queued = True
-            self._queue(holder, self._inserts)
+            self._queue(holder, self.inserts)
+        return 0
 
     def _fit(self, holder: _Holder) -> None:
         """Make room in a rank's capacity, then in memory."""

@@ -5,27 +5,33 @@ decisions (I4, I5). ``decide`` reserves the load before it returns; nothing can 
 Read next: ``ledger.py``, ``load.py``, ``policies/base.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 import msgspec
 
 from pdrouter.core import events
+from pdrouter.core.breaker import BreakerOptions, Breakers
 from pdrouter.core.chooser import Chooser, PolicyTable, Spot
 from pdrouter.core.cost import Profile
-from pdrouter.core.decision import Decision, Placement, Rejection, Usage
+from pdrouter.core.decision import Decision, Note, Placement, PrefillUsage, Rejection, Usage
 from pdrouter.core.drains import DrainRates
-from pdrouter.core.fleet import Endpoint, Fleet, Role
+from pdrouter.core.entrance import Entrance, EntranceOptions, MustWait
+from pdrouter.core.fleet import BREAKER, Disaggregation, Endpoint, Fleet, Role
 from pdrouter.core.journal import Journal
 from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.lifecycle import State, advance
 from pdrouter.core.load import LoadView
+from pdrouter.core.outcomes import Outcomes
 from pdrouter.core.outputs import OutputEstimator
 from pdrouter.core.policies import POLICIES
 from pdrouter.core.policies.base import Ancestors, PolicyOptions, Question, RandomSource
+from pdrouter.core.policies.books import Books
 from pdrouter.core.policies.least_work import LeastWork
 from pdrouter.core.prefix import Match, PrefixIndex
-from pdrouter.core.request import RequestFacts
+from pdrouter.core.profiles import ProfileRule, Profiles
+from pdrouter.core.reasons import why_nobody
+from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.shadow import Shadow, Shadowed, ShadowOptions
 from pdrouter.core.tokens import TokenEstimator
 from pdrouter.core.work import WorkIndex
@@ -40,14 +46,8 @@ _SCATTER = 0x9E3779B1
 _MAX_MATCHES = 32
 """Ranks with the longest matches that a decision looks at one by one, whatever their load."""
 
-_MAX_NAMED = 8
-"""Endpoints that a rejection names one by one."""
-
-_KINDS: Mapping[Role, LegKind] = {
-    Role.PREFILL: LegKind.PREFILL,
-    Role.DECODE: LegKind.DECODE,
-    Role.REGULAR: LegKind.REGULAR,
-}
+_LOST_BLOCKS = 2
+"""A cache that lacks more than this of what was predicted has lost it; less is rounding and the estimate of tokens."""
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +57,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill_policy: str
     decode_policy: str
     rank_policy: str
+    disaggregation: Disaggregation
+    breaker: BreakerOptions
+    entrance: EntranceOptions | None
     report_max_age_s: float
     visible_delay_s: float
     history_events: int
@@ -67,6 +70,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: float
     profile: Profile
     profiles: Mapping[str, Profile]
+    profile_rules: Sequence[ProfileRule] = ()
     chance: RandomSource
     load_aware_spread_requests: float
     load_aware_sigma: float
@@ -85,7 +89,7 @@ class Router:
     """One fleet, one ledger, one decision per request."""
 
     def __init__(self, options: RouterOptions) -> None:
-        self.fleet = Fleet()
+        self.fleet = Fleet(options.disaggregation)
         self.load = LoadView(
             report_max_age_s=options.report_max_age_s,
             visible_delay_s=options.visible_delay_s,
@@ -98,18 +102,25 @@ class Router:
         self.decided = 0
         self.missing_reports: dict[str, int] = {}
         self.outputs = OutputEstimator(options.output_tokens, options.max_models)
-        self.work = WorkIndex(options.profile, options.profiles)
-        self._profile = options.profile
-        self._profiles = options.profiles
+        self.lost_prefixes = 0
+        self._profiles = Profiles(options.profile, options.profiles, options.profile_rules)
+        self.work = WorkIndex(self._profiles)
         self._prefix_block_tokens = options.prefix_block_tokens
         self._is_work_kept = options.uses(LeastWork.name)
         self.drains = DrainRates()
+        self.books = Books()
+        breakers: Breakers[str] = Breakers(options.breaker)
+        self.outcomes = Outcomes(
+            breakers, lambda change, now_s: self._set_ready(change.key, change.out, BREAKER, now_s)
+        )
+        self.entrance = None if options.entrance is None else Entrance(options.entrance, self.work, self.live)
         made = PolicyOptions(
             chance=options.chance,
             load_aware_spread_requests=options.load_aware_spread_requests,
             load_aware_sigma=options.load_aware_sigma,
             work=self.work,
             drains=self.drains,
+            books=self.books,
             ancestors=options.ancestors,
         )
         names = {
@@ -128,36 +139,52 @@ class Router:
 
     # decide
 
-    def decide(self, facts: RequestFacts, now_s: float) -> Decision | Rejection:
-        """Place a request and reserve its load, or say why that can't be done."""
+    def decide(
+        self, facts: RequestFacts, now_s: float, avoid: frozenset[RankKey] = frozenset(), *, is_admitted: bool = False
+    ) -> Decision | Rejection | MustWait:
+        """Place a request and reserve its load, or say why that can't be done, or that it had better wait.
+
+        ``avoid`` are ranks that failed it. One that ``is_admitted`` has had its turn, and never waits.
+        """
         self._expire(now_s)
+        self.outcomes.tick(now_s)
         try:
-            return self._place(facts, self._known_model(facts.model), now_s)
+            return self._place(facts, self._known_model(facts.model), avoid, now_s, is_admitted=is_admitted)
         except RouterError as error:
             self.journal.rejected(facts, error, now_s)
             return Rejection(error)
 
-    def _place(self, facts: RequestFacts, model: str | None, now_s: float) -> Decision:
-        role = Role.PREFILL
-        if not self.fleet.ready(role, model):
-            role = Role.REGULAR
-            if not self.fleet.ready(role, model):
-                raise NoReadyPair(self.why_nobody(model))
-        question = self._question(role, facts, model, now_s)
-        choice = self._chooser.choose(question, model)
-        shadowed = None if self.shadow is None else self.shadow.look_on(question, model, choice)
-        prefill = None if choice.prefill is None else self._reserve(choice.prefill, facts.prompt_tokens, now_s)
-        decode = self._reserve(choice.decode, facts.prompt_tokens, now_s)
+    def _place(
+        self, facts: RequestFacts, model: str | None, avoid: frozenset[RankKey], now_s: float, *, is_admitted: bool
+    ) -> Decision | MustWait:
+        ways = self.fleet.ways(model, facts)
+        if not ways:
+            raise NoReadyPair(self.why_nobody(model))
+        question = self._question(ways[0].role, facts, model, avoid, now_s)
+        choice = self._chooser.choose(question, model, ways)
+        if self.entrance is not None and not is_admitted:
+            held = self.entrance.hold(model, choice, facts.prompt_tokens, now_s)
+            if held is not None:
+                return held
+        shadowed = None if self.shadow is None else self.shadow.look_on(question, model, ways, choice)
+        tokens, prefill = facts.prompt_tokens, None
+        if choice.prefill is not None:
+            prefill = self._reserve(choice.prefill, LegKind.PREFILL, tokens, now_s)
+            decode = self._reserve(choice.decode, LegKind.DECODE, tokens, now_s)
+        else:
+            kind = LegKind.PREFILL if facts.task is Task.READ else LegKind.REGULAR
+            decode = self._reserve(choice.decode, kind, tokens, now_s)
         return self._record(facts, prefill, decode, choice.prefix_tokens, shadowed, now_s)
 
-    def _question(self, role: Role, facts: RequestFacts, model: str | None, now_s: float) -> Question:
+    def _question(
+        self, role: Role, facts: RequestFacts, model: str | None, avoid: frozenset[RankKey], now_s: float
+    ) -> Question:
         output_tokens = self.outputs.expected_tokens(self._learning_key(facts.model), facts)
         cached = self._cached_tokens(facts)
-        return Question((role, model or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts)
+        return Question((role, model or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts, avoid)
 
-    def _reserve(self, spot: Spot, prompt_tokens: int, now_s: float) -> Placement:
+    def _reserve(self, spot: Spot, kind: LegKind, prompt_tokens: int, now_s: float) -> Placement:
         load, rank, cached_tokens = spot.load, spot.rank, spot.cached_tokens
-        kind = _KINDS[load.endpoint.role]
         account = load.unassigned if rank is None else load.ranks[rank].account
         is_first = account.requests == 0
         reservation = account.reserve(kind, max(1, prompt_tokens - cached_tokens), prompt_tokens, now_s)  # I3
@@ -187,10 +214,15 @@ class Router:
         )
         decision.shadowed = shadowed
         self.live[decision.number] = decision
+        self.outcomes.placed(decision, now_s)
+        self.books.placed(decision)
         self.journal.decided(decision)
         if facts.prefix_blocks:
             reader = prefill or decode
-            self.prefixes.insert(facts.prefix_blocks, reader.reservation.account.key)
+            decision.prefix_is_read = self.prefixes.insert(facts.prefix_blocks, reader.reservation.account.key)
+            decision.insert = self.prefixes.inserts
+            if prefill is not None and decode.endpoint.reads_prompts:
+                self.prefixes.insert(facts.prefix_blocks, decode.reservation.account.key)
         return decision
 
     # observe
@@ -202,38 +234,68 @@ class Router:
                 leg = event.decision.decode.reservation
                 leg.account.grow(leg, event.tokens, now_s)
                 event.decision.grown_at_s = now_s
+                self.outcomes.went_well(event.decision, event.decision.decode, now_s)
                 if self._is_work_kept:
                     self.work.grown(leg)
             case events.FirstTokenSeen():
                 self._first_token_seen(event.decision, now_s)
             case events.UsageSeen():
                 self._usage_seen(event, now_s)
+            case events.PrefillUsageSeen():
+                self._prefill_usage_seen(event, now_s)
+            case events.Noted():
+                event.decision.notes += (Note(now_s, event.text),)
             case events.LoadReported():
                 self._expire(now_s)
-                self.load.accept(event.address, event.ranks, event.t_report_s, now_s)
-                self.work.reported(event.address, now_s)
+                self._load_reported(event, now_s)
             case events.LoadMissing():
                 self.missing_reports[event.reason] = self.missing_reports.get(event.reason, 0) + 1
+            case _:
+                self._fleet_changed(event, now_s)
+
+    def _fleet_changed(self, event: events.FleetEvent, now_s: float) -> None:
+        match event:
             case events.EndpointJoined():
                 self.fleet.put(event.endpoint, out=event.out)
                 self._describe(event.endpoint, now_s)
             case events.EndpointDescribed():
-                if self.fleet.get(event.endpoint.address) is not None:
-                    self.fleet.put(event.endpoint)
-                    self._describe(event.endpoint, now_s)
+                self._describe_anew(event.endpoint, now_s)
             case events.ReadinessChanged():
-                self.fleet.set_ready(event.address, event.out)
-                self.work.set_ready(event.address, now_s, is_ready=event.out is None)
+                self._set_ready(event.address, event.out, event.source, now_s)
+            case events.EndpointRestarted():
+                self._restarted(event.address, now_s)
             case events.EndpointLeft():
                 self.fleet.remove(event.address)
+                self.outcomes.breakers.remove(event.address)
                 self.load.remove(event.address)
                 self.work.remove(event.address)
                 self.drains.remove(event.address)
+                self.books.left(event.address)
                 self.prefixes.forget(event.address)
             case _:
                 assert_never(event)
 
+    def _set_ready(self, address: str, out: str | None, source: str, now_s: float) -> None:
+        self.fleet.set_ready(address, out, source)
+        self.work.set_ready(address, now_s, is_ready=self.fleet.is_ready(address))
+
+    def _restarted(self, address: str, now_s: float) -> None:
+        """What was learned of its speed stays: it is the same machine."""
+        endpoint = self.fleet.get(address)
+        if endpoint is not None:
+            self.load.restart(address)
+            self.work.reported(address, now_s)
+            self.books.left(address)
+            self.prefixes.forget(address)
+            self._bound_prefixes(endpoint)
+
+    def _describe_anew(self, endpoint: Endpoint, now_s: float) -> None:
+        if self.fleet.get(endpoint.address) is not None:
+            self.fleet.put(endpoint)
+            self._describe(endpoint, now_s)
+
     def _describe(self, endpoint: Endpoint, now_s: float) -> None:
+        self.outcomes.breakers.add(endpoint.address)
         self.load.add(endpoint)
         self.drains.add(endpoint.address)
         self._bound_prefixes(endpoint)
@@ -242,10 +304,10 @@ class Router:
             self.work.add(self.load.endpoints[endpoint.address], now_s, is_ready=is_ready)
 
     def _bound_prefixes(self, endpoint: Endpoint) -> None:
-        """A rank holds no more of prompts than its KV takes, where its profile says how much that is."""
-        profile = self._profiles.get(endpoint.profile or "", self._profile)
-        if endpoint.role is not Role.DECODE and profile.kv_capacity_tokens is not None:
-            blocks = int(profile.kv_capacity_tokens / self._prefix_block_tokens)
+        """A rank holds no more of prompts than its KV takes, where engine or profile says how much that is."""
+        capacity_tokens = self._profiles.of(endpoint).kv_capacity_tokens
+        if capacity_tokens is not None and (endpoint.role is not Role.DECODE or endpoint.reads_prompts):
+            blocks = int(capacity_tokens / self._prefix_block_tokens)
             for rank in range(endpoint.dp_size):
                 self.prefixes.set_capacity(RankKey(endpoint.address, rank), blocks)
 
@@ -253,14 +315,30 @@ class Router:
         for rank in self.load.expire(now_s):
             self.work.refreshed(rank.key, now_s)
 
+    def _load_reported(self, event: events.LoadReported, now_s: float) -> None:
+        ranks = event.ranks
+        good = self.load.accept(event.address, ranks, event.t_report_s, now_s)
+        if good and good == len(ranks) == len(self.load.endpoints[event.address].ranks):
+            tokens = [r.prefill_tokens_total for r in ranks if r.prefill_tokens_total is not None]
+            busy_s = [r.prefill_busy_s_total for r in ranks if r.prefill_busy_s_total is not None]
+            if len(tokens) == len(busy_s) == good:
+                self.work.learn_totals(event.address, sum(tokens), sum(busy_s))
+        self.work.reported(event.address, now_s)
+
     def _first_token_seen(self, decision: Decision, now_s: float) -> None:
         if decision.state is not State.PREFILLING:
             return
         decision.state = advance(decision.state, State.DECODING, decision.facts.request_id)
         decision.first_token_at_s = now_s
+        self.outcomes.went_well(decision, decision.prefill or decision.decode, now_s)
+        self.books.prefill_ended(decision)
         leg = (decision.prefill or decision.decode).reservation
+        if decision.insert:
+            self.prefixes.read(leg.account.key, decision.insert)
         if self._is_work_kept:
-            self.work.learn_prefill(leg, decision.prefix_tokens, now_s)
+            decision.prefill_took_s = self.work.prefill_seen(leg, decision.prefix_tokens, now_s)
+            if decision.prefill_usage is not None:
+                self._learn_prefill(decision)
         if decision.prefill is not None:
             leg.account.settle(leg, now_s)
         if self._is_work_kept:
@@ -278,21 +356,55 @@ class Router:
         if self._is_work_kept and first_at_s is not None:
             self.work.learn_steps(event.decision.decode.reservation, event.completion_tokens, now_s - first_at_s)
 
+    def _prefill_usage_seen(self, event: events.PrefillUsageSeen, now_s: float) -> None:
+        decision, prompt_tokens, cached_tokens = event.decision, event.prompt_tokens, event.cached_tokens
+        if not 0 <= cached_tokens <= prompt_tokens or not prompt_tokens:
+            return
+        decision.prefill_usage = PrefillUsage(now_s, prompt_tokens, cached_tokens)
+        self._learn_prefill(decision)
+        facts = decision.facts
+        held_tokens = facts.prompt_tokens * cached_tokens / prompt_tokens  # counted as the prediction was
+        is_lost = decision.prefix_tokens - held_tokens > _LOST_BLOCKS * facts.block_tokens
+        if is_lost and decision.prefix_is_read:
+            self.lost_prefixes += 1
+            key = (decision.prefill or decision.decode).reservation.account.key
+            held_blocks = int(held_tokens / facts.block_tokens)
+            self.prefixes.correct(facts.prefix_blocks, key, held_blocks, decision.insert)
+
+    def _learn_prefill(self, decision: Decision) -> None:
+        """Learn from how long a prompt took, by the engine's own count of what it had to read if that is known."""
+        took_s, decision.prefill_took_s = decision.prefill_took_s, None
+        if took_s is None:
+            return
+        usage, cached_tokens = decision.prefill_usage, decision.prefix_tokens
+        uncached_tokens = max(1, decision.facts.prompt_tokens - cached_tokens)
+        if usage is not None:
+            cached_tokens = usage.cached_tokens
+            uncached_tokens = usage.prompt_tokens - cached_tokens
+        leg = (decision.prefill or decision.decode).reservation
+        self.work.learn_prefill(leg, uncached_tokens, cached_tokens, took_s)
+
     # settle
 
-    def settle(self, decision: Decision, now_s: float, error: RouterError | None = None) -> bool:
+    def settle(
+        self, decision: Decision, now_s: float, error: RouterError | None = None, at_fault: Placement | None = None
+    ) -> bool:
         """Return all load of a decision that is still held; ``False`` if that was done before (I2).
 
-        ``error`` is why it failed, ``None`` if it was answered.
+        ``error`` is why it failed, ``None`` if it was answered; ``at_fault`` the leg whose engine is to blame.
         """
         if self.live.pop(decision.number, None) is None:
             return False
+        self.outcomes.settled(decision, error, at_fault, now_s)
         for placement in decision.placements:
             leg = placement.reservation
             if leg.account.settle(leg, now_s) and self._is_work_kept:
                 self.work.settled(leg, now_s)
+        if decision.prefill_took_s is not None:
+            self._learn_prefill(decision)
         if decision.first_token_at_s is not None:
             self.drains.ended(decision.decode.endpoint.address, now_s)
+        self.books.ended(decision)
         decision.state = State.SETTLED
         self.journal.settled(decision, error, now_s)
         return True
@@ -341,19 +453,8 @@ class Router:
         return cached if match.ranks <= _MAX_MATCHES else _ManyHolders(cached, match, facts.block_tokens, most)
 
     def why_nobody(self, model: str | None) -> str:
-        """Return why no request for ``model`` can be placed: who is known, and why each is out."""
-        known = [e for e in self.fleet if e.serves(model)]
-        if not known:
-            return "no endpoint is known"
-        is_some_ready = any(self.fleet.is_ready(e.address) for e in known)
-        lines = [
-            f"{e.role} {e.address}: {self.fleet.why_out(e.address) or 'ready, but no partner is'}"
-            for e in known[:_MAX_NAMED]
-        ]
-        more = f" and {len(known) - _MAX_NAMED} more" if len(known) > _MAX_NAMED else ""
-        missing = "no ready pair of prefill and decode endpoints" if is_some_ready else "no ready endpoint"
-        wanted = f" for model {model!r}" if model else ""
-        return f"{missing}{wanted} ({len(known)} known: {'; '.join(lines)}{more})"
+        """Return why no request for ``model`` can be placed."""
+        return why_nobody(self.fleet, model)
 
 
 class _ManyHolders(dict[RankKey, int]):

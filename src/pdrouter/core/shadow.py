@@ -4,12 +4,13 @@ It has policies and chance of its own and reserves nothing, so no real decision 
 have chosen otherwise is counted; what it would have chosen goes to the journal with the decision.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from pdrouter.core.chooser import Choice, Chooser
+from pdrouter.core.fleet import Way
 from pdrouter.core.policies.base import Question, RandomSource
 from pdrouter.errors import FOREIGN_FAULTS
 
@@ -53,11 +54,11 @@ class Shadow:
         """Decisions by result."""
         return self._counts
 
-    def look_on(self, question: Question, model: str | None, real: Choice) -> Shadowed:
+    def look_on(self, question: Question, model: str | None, ways: Sequence[Way], real: Choice) -> Shadowed:
         """Return what the shadow chooses where ``real`` was chosen."""
         choice, failure = None, None
         try:
-            choice = self._chooser.choose(question, model)
+            choice = self._chooser.choose(question, model, ways)
         except FOREIGN_FAULTS as error:  # a policy on trial; the request isn't its business
             failure = f"{type(error).__name__}: {error}"
         result = Result.NONE if choice is None else _compared(choice, real)

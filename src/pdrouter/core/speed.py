@@ -15,7 +15,7 @@ WINDOW = 41
 though one in ten is wild; ratios that scatter by 30 % leave 6 % of scatter in their median (1.25 * 30 % / sqrt(41))."""
 
 PRIOR = 5
-"""Ratios of 1 that the window starts with. Chosen: the first five can't overthrow the profile, the sixth can."""
+"""Ratios that are assumed beside those seen. Chosen: the first five can't overthrow the profile, the sixth can."""
 
 MAX_FACTOR = 32.0
 """Bounds of a factor, up and down. Chosen: what lies beyond is another unit or another model, and no speed."""
@@ -33,6 +33,9 @@ _USUAL_PROMPT_TOKENS = 1024
 _MIX_KEPT = 1 - 1 / WINDOW
 """What is kept of the mean prompt with each one seen. Chosen: it remembers about as long as a factor."""
 
+_MIX_STEP = 3
+"""One prompt in so many is looked at. Chosen: a look takes a microsecond, and means need no more."""
+
 
 def class_factor(number: int) -> float:
     """Return the factor that a class stands for, within 10 % of the factors that are in it."""
@@ -40,15 +43,21 @@ def class_factor(number: int) -> float:
 
 
 class _Factor:
-    """Median of the latest ratios of observed to predicted time, with its class. O(1) time and memory."""
+    """Median of the latest ratios of observed to predicted time, with its class. O(WINDOW) time and memory.
 
-    __slots__ = ("_latest", "_sorted", "number", "value")
+    While few were seen, ``PRIOR`` more are assumed: the median of its ``peers``, or 1 where it has none.
+    """
 
-    def __init__(self) -> None:
-        self._latest = deque([0.0] * PRIOR)  # logarithms, so that half and double weigh the same
-        self._sorted = [0.0] * PRIOR
+    __slots__ = ("_assumed", "_latest", "_peers", "_sorted", "number", "value")
+
+    def __init__(self, peers: "_Factor | None" = None) -> None:
+        self._latest: deque[float] = deque(maxlen=WINDOW)  # logarithms, so that half and double weigh the same
+        self._sorted: list[float] = []
+        self._peers = peers
+        self._assumed = 0.0
         self.value = 1.0
         self.number = 0
+        self.refresh()
 
     def add(self, observed_s: float, predicted_s: float) -> None:
         """Take in one observation; a ratio that isn't a positive number is none."""
@@ -57,16 +66,50 @@ class _Factor:
             return
         latest, ordered = self._latest, self._sorted
         if len(latest) == WINDOW:
-            del ordered[bisect_left(ordered, latest.popleft())]
+            del ordered[bisect_left(ordered, latest[0])]
         ratio_log = log(min(max(ratio, 1 / MAX_FACTOR), MAX_FACTOR))
         latest.append(ratio_log)
         insort(ordered, ratio_log)
-        count = len(ordered)
+        if self._peers is not None:
+            self._peers.add(observed_s, predicted_s)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Judge anew by what was seen, and by what peers are like now."""
+        if self._peers is not None:
+            self._assumed = log(self._peers.value)
+        seen = len(self._sorted)
+        assumed = min(PRIOR, WINDOW - seen)
+        if assumed:
+            start = bisect_left(self._sorted, self._assumed)
+            ordered = [*self._sorted[:start], *[self._assumed] * assumed, *self._sorted[start:]]
+        else:
+            ordered = self._sorted
+        count = seen + assumed
         median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
         self.value = exp(median)
         steps = median / log(CLASS_STEP)
         if abs(steps - self.number) > _KEPT_STEPS:
             self.number = round(steps)
+
+
+class Peers:
+    """What the endpoints of one profile have in common: one that nobody has tried is likely to be like the others.
+
+    Without this, the first endpoint that turns out faster than a profile which is too slow for all would get all
+    requests, as the others had no chance to show the same.
+    """
+
+    __slots__ = ("decode", "prefill")
+
+    def __init__(self) -> None:
+        self.prefill = _Factor()
+        self.decode = _Factor()
+
+    @property
+    def classes(self) -> tuple[int, int]:
+        """Class of each factor; when one changes, all that were learned from few observations change with it."""
+        return self.prefill.number, self.decode.number
 
 
 class Speed:
@@ -76,13 +119,14 @@ class Speed:
     that aren't a positive number.
     """
 
-    __slots__ = ("_decode", "_mix", "_prefill", "_totals", "profile")
+    __slots__ = ("_decode", "_mix", "_prefill", "_prompts", "_totals", "profile")
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, peers: Peers | None = None) -> None:
         self.profile = profile
-        self._prefill = _Factor()
-        self._decode = _Factor()
+        self._prefill = _Factor(None if peers is None else peers.prefill)
+        self._decode = _Factor(None if peers is None else peers.decode)
         self._totals: tuple[float, float] | None = None
+        self._prompts = 0
         # Of the prefills seen lately: how many, their uncached tokens, and their time without the fixed part.
         usual_s = prefill_s(profile, _USUAL_PROMPT_TOKENS, 0) - profile.prefill_base_s
         self._mix = (1.0, float(_USUAL_PROMPT_TOKENS), usual_s)
@@ -107,18 +151,33 @@ class Speed:
         """Class of the decode factor, 0 for 1.0; it changes rarely (``class_factor``)."""
         return self._decode.number
 
+    @property
+    def tells_totals(self) -> bool:
+        """Whether the engine has told totals, so that prompts are worth noting."""
+        return self._totals is not None
+
+    def refresh(self) -> None:
+        """Judge anew, after peers were."""
+        self._prefill.refresh()
+        self._decode.refresh()
+
     def saw_prefill(self, uncached_tokens: float, past_tokens: float, seconds: float) -> None:
         """Take in one prefill, timed from when its rank could start it."""
-        if not (isfinite(uncached_tokens) and uncached_tokens >= 1 and isfinite(past_tokens)):
+        if isfinite(uncached_tokens) and uncached_tokens >= 1 and isfinite(past_tokens):
+            self._prefill.add(seconds, prefill_s(self.profile, uncached_tokens, past_tokens))
+
+    def saw_prompt(self, uncached_tokens: int, past_tokens: int) -> None:
+        """Take note of what prompts are like: totals say nothing of that."""
+        self._prompts += 1
+        if self._prompts % _MIX_STEP:
             return
-        predicted_s = prefill_s(self.profile, uncached_tokens, past_tokens)
         count, tokens, work_s = self._mix
+        predicted_s = prefill_s(self.profile, uncached_tokens, past_tokens)
         self._mix = (
             count * _MIX_KEPT + 1,
             tokens * _MIX_KEPT + uncached_tokens,
             work_s * _MIX_KEPT + predicted_s - self.profile.prefill_base_s,
         )
-        self._prefill.add(seconds, predicted_s)
 
     def saw_prefill_totals(self, uncached_tokens: float, busy_s: float) -> None:
         """Take in an engine's running totals: tokens computed in prefills and the time that it took.

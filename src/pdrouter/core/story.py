@@ -9,7 +9,7 @@ from math import isfinite
 import msgspec
 
 from pdrouter.core.chooser import Spot
-from pdrouter.core.decision import Decision, Placement, Usage, Why
+from pdrouter.core.decision import Decision, Note, Placement, PrefillUsage, Usage, Why
 from pdrouter.core.fleet import Endpoint
 from pdrouter.core.ledger import LegKind
 from pdrouter.core.request import RequestFacts
@@ -41,7 +41,9 @@ class Life(msgspec.Struct, frozen=True, gc=False):
     first_token_at_s: float | None
     grown_at_s: float | None
     generated_tokens: int
+    prefill_usage: PrefillUsage | None
     usage: Usage | None
+    notes: tuple[Note, ...]
     shadow: KeptShadow | None
     settled_at_s: float | None
     code: str | None
@@ -134,7 +136,9 @@ def life_of(decision: Decision, error: RouterError | None, settled_at_s: float |
         decision.first_token_at_s,
         decision.grown_at_s,
         decode.reservation.held_tokens - facts.prompt_tokens,
+        decision.prefill_usage,
         decision.usage,
+        decision.notes,
         None if decision.shadowed is None else _shadow(decision.shadowed),
         settled_at_s,
         None if error is None else error.code,
@@ -156,7 +160,9 @@ def turned_away(facts: RequestFacts, error: RouterError, now_s: float) -> Life:
         first_token_at_s=None,
         grown_at_s=None,
         generated_tokens=0,
+        prefill_usage=None,
         usage=None,
+        notes=(),
         shadow=None,
         settled_at_s=now_s,
         code=error.code,
@@ -226,14 +232,19 @@ def _explanation(why: Why) -> Explanation:
 
 def _moments(life: Life) -> list[Moment]:
     """Return what happened, in order; a moment that wasn't seen is left out."""
-    usage = life.usage
+    usage, prefill_usage = life.usage, life.prefill_usage
     told: list[tuple[float | None, str]] = [
         (life.decided_at_s, "decided" if life.decode else "turned away"),
         (life.first_token_at_s, "first token"),
         (life.grown_at_s, f"answer grown to {life.generated_tokens} tokens"),
     ]
+    if prefill_usage is not None:
+        counted = f"cached: predicted {life.prefix_tokens}, engine counted {prefill_usage.cached_tokens}"
+        told.append((prefill_usage.at_s, f"prefill usage: {prefill_usage.prompt_tokens} prompt tokens; {counted}"))
     if usage is not None:
         told.append((usage.at_s, f"usage: {usage.prompt_tokens} prompt, {usage.completion_tokens} completion tokens"))
+    told += life.notes
     if life.decode:
         told.append((life.settled_at_s, f"settled: {life.code or 'answered'}"))
-    return [Moment(at_s - life.decided_at_s, what) for at_s, what in told if at_s is not None]
+    moments = [Moment(at_s - life.decided_at_s, what) for at_s, what in told if at_s is not None]
+    return sorted(moments, key=lambda moment: moment.after_s)

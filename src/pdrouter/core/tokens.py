@@ -30,8 +30,14 @@ _FIXED_TOKENS = 16.0
 _PLAIN = (0.78, 0.01, 0.03, 0.18, 0.0, 0.0)
 """The shares of English prose."""
 
+_COUNTED_SHARES = 2
+"""A counted text's shape: its tokens, and its pieces. They are told apart from bytes by their number."""
+
 _RIDGE = 0.01
 """What the prior weighs beside one request; chosen on the fixture, anything from 0.003 to 0.1 does."""
+
+_COUNTED_RIDGE = 1e-5
+"""The same where tokens were counted: little is left to learn, and that is nearly exact. Chosen."""
 
 _KEPT = 0.995
 """What is kept with each request that is learned from: the memory is about two hundred."""
@@ -57,7 +63,8 @@ class TextShape(msgspec.Struct, frozen=True):
     """What a text's tokens are judged by.
 
     ``size`` is its bytes in UTF-8; ``shares`` are those of letters, digits, punctuation, spaces and bytes beyond ASCII,
-    and of pairs of punctuation marks, which often make one token.
+    and of pairs of punctuation marks, which often make one token. Of a text whose tokens were counted, ``size`` is the
+    count, and what is left to learn is what the model's chat template adds.
     """
 
     size: float
@@ -89,6 +96,11 @@ class TextShape(msgspec.Struct, frozen=True):
         )
 
     @classmethod
+    def counted(cls, tokens: int, pieces: int) -> "TextShape":
+        """Return the shape of a text that has so many tokens in so many pieces: roles, contents."""
+        return cls(float(tokens), (1.0, pieces / max(1, tokens)))
+
+    @classmethod
     def plain(cls, size: float) -> "TextShape":
         """Return the shape of English prose."""
         return cls(size, _PLAIN)
@@ -97,10 +109,11 @@ class TextShape(msgspec.Struct, frozen=True):
 class _Rates:
     """What one model's tokens cost: weights for the shares, and for the part that no text accounts for."""
 
-    __slots__ = ("_moments", "_prior", "_sums", "requests", "weights")
+    __slots__ = ("_moments", "_prior", "_sums", "requests", "ridge", "weights")
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: Sequence[float], ridge: float) -> None:
         self.requests = 0
+        self.ridge = ridge
         self.weights = self._prior = list(prior)
         self._moments = [[0.0] * len(prior) for _ in prior]
         self._sums = [0.0] * len(prior)
@@ -127,21 +140,26 @@ class _Rates:
         self.weights = self._solve()
 
     def _solve(self) -> list[float]:
-        rows = [[*row, known + _RIDGE * prior] for row, known, prior in
+        rows = [[*row, known + self.ridge * prior] for row, known, prior in
                 zip(self._moments, self._sums, self._prior, strict=True)]  # fmt: skip
         for index, row in enumerate(rows):
-            row[index] += _RIDGE
+            row[index] += self.ridge
         return solve(rows)
 
 
 class TokenEstimator:
-    """Tokens of texts and of streamed events, by model; at most ``max_models`` are kept (I9)."""
+    """Tokens of texts and of streamed events, by model; at most ``max_models`` are kept (I9).
+
+    A model has rates for texts by their bytes, and others for texts that were counted.
+    """
 
     def __init__(self, bytes_per_token: float, max_models: int) -> None:
         self.overflows = 0
-        self._prior = _Rates([1.0 / bytes_per_token] * (len(_PLAIN) - 1) + [0.0, 0.0])
+        self._prior = _Rates([1.0 / bytes_per_token] * (len(_PLAIN) - 1) + [0.0, 0.0], _RIDGE)
+        self._counted_prior = _Rates([1.0, 0.0, 0.0], _COUNTED_RIDGE)
         self._max_models = max_models
         self._rates: dict[str | None, _Rates] = {}
+        self._counted_rates: dict[str | None, _Rates] = {}
         self._event_tokens: dict[str | None, float] = {}
 
     def estimate(self, model: str | None, text: TextShape | int) -> int:
@@ -149,21 +167,30 @@ class TokenEstimator:
 
         A model that nothing is known of is taken for the one without a name.
         """
-        rates = self._rates.get(model) or self._rates.get(None, self._prior)
-        return max(1, round(rates.tokens(_shape(text))))
+        text = _shape(text)
+        known, prior = self._of(text)
+        rates = known.get(model) or known.get(None, prior)
+        return max(1, round(rates.tokens(text)))
 
     def learn(self, model: str | None, text: TextShape | int, tokens: int) -> None:
         """Take in what an engine counted."""
         text = _shape(text)
         if tokens <= 0 or not text.size / _MOST_BYTES_PER_TOKEN <= tokens <= _most_tokens(text.size):
             return
-        rates = self._rates.get(model)
+        known, prior = self._of(text)
+        rates = known.get(model)
         if rates is None:
-            if len(self._rates) >= self._max_models:
+            if len(known) >= self._max_models:
                 self.overflows += 1
                 return
-            rates = self._rates[model] = _Rates(self._prior.weights)
+            rates = known[model] = _Rates(prior.weights, prior.ridge)
         rates.learn(text, tokens)
+
+    def _of(self, text: TextShape) -> tuple[dict[str | None, _Rates], _Rates]:
+        """Return the rates for texts of that kind, and those of a model that nothing is known of."""
+        if len(text.shares) == _COUNTED_SHARES:
+            return self._counted_rates, self._counted_prior
+        return self._rates, self._prior
 
     def event_tokens(self, model: str | None) -> float:
         """Return how many tokens one streamed event carries (engines may send several at once)."""

@@ -1,6 +1,6 @@
 """The Engine protocol: from a decision and the client's bytes to a Plan of legs, and from an engine's bytes to facts.
 
-Everything here is pure: what is random (ids, rooms) comes in as an ``Attempt``. ``proxy/dispatch.py`` runs the Plan.
+Everything here is pure: what is random (ids, rooms) comes in as an ``Attempt``. ``proxy/flight.py`` runs the Plan.
 """
 
 import re
@@ -13,6 +13,8 @@ import msgspec
 from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.load import RankReport
+from pdrouter.core.request import Task
+from pdrouter.engines.usage import PromptCount
 from pdrouter.errors import DuplicateField, InvalidJson
 
 Piece = bytes | memoryview
@@ -24,19 +26,37 @@ _QUOTE = ord('"')
 class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     """The client's request as bytes, and what an engine must know of them.
 
-    ``rest`` is the body behind its opening brace, without the fields that the router writes itself. ``headers`` are the
-    header lines to send on, each with its line end. ``batch`` is the number of samples the engine makes of one request,
-    ``None`` where the request isn't a batch.
+    ``start`` is where ``body`` goes on behind its opening brace, ``fields`` are those of its top-level fields that some
+    engine's leg may carry for us. ``headers`` are the header lines to send on, each with its line end. ``batch`` is the
+    number of samples the engine makes of one request, ``None`` where the request isn't a batch. An opaque body goes
+    to one engine as it is.
     """
 
     path: str
-    rest: bytes | memoryview
+    body: bytes
+    start: int
+    fields: Sequence[str]
     headers: bytes
     request_id: str
     is_stream: bool
     batch: int | None
     rid: str | None
     wants_prompt_logprobs: bool
+    is_opaque: bool = False
+
+    @property
+    def id_line(self) -> bytes:
+        """The header line by which engines are told the request's id."""
+        return b"x-request-id: %b\r\n" % self.request_id.encode("latin-1", "replace")
+
+    def rest(self, owned: Collection[str]) -> bytes | memoryview:
+        """Return the body behind its opening brace, without the ``owned`` ones of ``fields``.
+
+        Raises: InvalidJson, DuplicateField.
+        """
+        if self.fields and any(name in owned for name in self.fields):
+            return rest_without(self.body, owned)
+        return memoryview(self.body)[self.start :]
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -55,54 +75,113 @@ class Leg(msgspec.Struct, frozen=True, eq=False):
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
-    """The legs of a request. With a prefill leg both run at once; ``decode`` answers the client.
+    """The legs of a request; ``decode`` answers the client.
 
-    ``rid`` is what the engines know the request by. ``merges_logprobs``: the prompt's logprobs come from the prefill
-    leg and go before the decode leg's.
+    With both legs given, both run at once. Without ``decode`` they run in turn: ``Engine.hand_over`` makes it from the
+    prefill's answer. ``rid`` is what the engines know the request by. ``merges_logprobs``: the prompt's logprobs come
+    from the prefill leg and go before the decode leg's.
     """
 
     rid: str
     prefill: Leg | None
-    decode: Leg
-    merges_logprobs: bool
+    decode: Leg | None
+    merges_logprobs: bool = False
+
+
+class HandOver(msgspec.Struct, frozen=True, eq=False):
+    """What follows a prefill's answer: the decode leg, or where there is nothing left to do the client's answer.
+
+    ``has_kv``: whether the decode leg was told where the prompt's KV is; otherwise it reads the prompt itself.
+    ``count`` is what the prefill tells of the prompt.
+    """
+
+    decode: Leg | None
+    answer: bytes = b""
+    has_kv: bool = True
+    count: PromptCount | None = None
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What an engine tells of itself; ``None`` where it doesn't."""
+    """What an engine tells of itself; ``None`` where it doesn't. The names are those of ``Endpoint``.
+
+    ``rank_base`` is the first of its ranks among those of its deployment, ``kv_capacity_tokens`` that of one rank,
+    ``kv_engine_ids`` what its KV transport calls its ranks.
+    """
 
     role: Role | None = None
     model: str | None = None
     dp_size: int | None = None
+    rank_base: int | None = None
     bootstrap_port: int | None = None
     version: str | None = None
+    kv_capacity_tokens: int | None = None
+    kv_engine_ids: tuple[str, ...] | None = None
 
 
 class LoadReply(msgspec.Struct, frozen=True):
-    """An engine's load by rank; ``unix_s`` is the engine's own time stamp, if it gives one."""
+    """An engine's load by rank, as the engine numbers them; ``unix_s`` is its own time stamp, if it gives one."""
 
     ranks: Sequence[RankReport]
     unix_s: float | None = None
 
 
+class Traits(msgspec.Struct, frozen=True):
+    """What endpoints of an engine can do with one of its KV transports; the names are those of ``Endpoint``."""
+
+    pair_tasks: frozenset[Task]
+    pairs_lists: bool
+    pairs_copies: bool
+    reads_prompts: bool
+    reports_lag: bool = False
+
+
 class Engine(Protocol):
     """One kind of engine."""
 
-    info_paths: Sequence[str]
-    """Where it tells of itself, the newest first."""
+    kv_transports: Sequence[str]
+    """How it hands over KV, the usual one first."""
+
+    info_paths: Sequence[Sequence[str]]
+    """Where it tells of itself: of each group of paths the first that is understood."""
 
     load_paths: Sequence[str]
-    """Where it tells its load, the newest first."""
+    """Where it tells its load, the newest first; none if it doesn't."""
+
+    def traits(self, kv_transport: str) -> Traits:
+        """Return what its endpoints can do."""
+        ...
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
-        """Return what to send, and to whom."""
+        """Return what to send, and to whom.
+
+        Raises: InvalidJson, DuplicateField.
+        """
         ...
 
-    def abort(self, endpoint: Endpoint, rid: str) -> bytes:
-        """Return the whole request that ends ``rid`` at an endpoint."""
+    def hand_over(self, decision: Decision, inbound: Inbound, plan: Plan, reply: bytes) -> HandOver:
+        """Return what follows the prefill's good answer, where the legs run in turn.
+
+        Raises: UpstreamProtocol if the answer isn't understood.
+        """
         ...
 
-    def describe(self, body: bytes) -> Described | None:
-        """Read what the engine tells of itself; ``None`` if that isn't understood."""
+    def abort(self, endpoint: Endpoint, rid: str) -> bytes | None:
+        """Return the whole request that ends ``rid`` at an endpoint; ``None`` where a closed connection does it."""
+        ...
+
+    def release(self, decision: Decision, reply: bytes) -> tuple[Endpoint, bytes] | None:
+        """Return a whole request, and to whom, that frees the KV of a prefill which nobody will fetch, if there is one.
+
+        ``reply`` is the prefill's answer.
+        """
+        ...
+
+    def bootstrap_path(self, endpoint: Endpoint) -> str | None:
+        """Return what to ask at an endpoint's bootstrap port for its KV engine ids, ``None`` where it has none."""
+        ...
+
+    def describe(self, path: str, body: bytes) -> Described | None:
+        """Read what the engine tells of itself under a path; ``None`` if that isn't understood."""
         ...
 
     def read_load(self, body: bytes) -> LoadReply | None:
@@ -120,9 +199,23 @@ def _head_start(method: str, path: str, address: str) -> bytes:
     return f"{method} {path} HTTP/1.1\r\nhost: {address}\r\n".encode()
 
 
-def splice(inbound: Inbound, fields: bytes) -> tuple[Piece, ...]:
-    """Return the client's body with ``fields`` (``"a":1,"b":2``) behind its opening brace; nothing is copied (I10)."""
-    rest = inbound.rest
+def forward(decision: Decision, inbound: Inbound) -> Plan:
+    """Return one leg with the client's body as it is; the rank is told by header, as SGLang and vLLM take it."""
+    place = decision.decode
+    endpoint, headers = place.endpoint, inbound.headers + inbound.id_line
+    if place.rank is not None and endpoint.dp_size > 1:
+        headers += rank_line(endpoint.rank_base + place.rank)
+    head = request_head("POST", inbound.path, endpoint, headers, len(inbound.body))
+    return Plan("", None, Leg(place, head, (inbound.body,)))
+
+
+def rank_line(rank: int) -> bytes:
+    """Return the header line that names a rank, as SGLang and vLLM read it."""
+    return b"x-data-parallel-rank: %d\r\n" % rank
+
+
+def splice(rest: bytes | memoryview, fields: bytes) -> tuple[Piece, ...]:
+    """Return a body: ``fields`` (``"a":1,"b":2``) behind its opening brace, then the rest; nothing is copied (I10)."""
     is_empty = rest[0] != _QUOTE and _END.match(rest) is not None
     return (b"{%b" if is_empty or not fields else b"{%b,") % fields, rest
 

@@ -14,7 +14,21 @@ import msgspec
 from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.load import RankReport
-from pdrouter.engines.base import Attempt, Described, Inbound, Leg, LoadReply, Plan, request_head, splice
+from pdrouter.core.request import Task
+from pdrouter.engines.base import (
+    Attempt,
+    Described,
+    HandOver,
+    Inbound,
+    Leg,
+    LoadReply,
+    Piece,
+    Plan,
+    Traits,
+    rank_line,
+    request_head,
+    splice,
+)
 
 PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank", "routed_dp_rank")
 """Where a client may name the prefill rank, the most specific first."""
@@ -31,6 +45,9 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 """Source: SGLang's ``--disaggregation-bootstrap-port``."""
 
 MAX_ROOM = 2**63 - 1
+
+MAX_COUNT = 2**63 - 1
+"""What counters can hold; a number beyond is none."""
 
 _ROUTED_SINCE = (0, 5, 10)
 """The first version that knows ``routed_dp_rank``; older ones have the fields of #13208."""
@@ -70,36 +87,50 @@ _DECODE_RANKS: Mapping[RankFields, tuple[bytes, bytes]] = {
 class Sglang:
     """Plans SGLang requests and reads SGLang's replies."""
 
-    info_paths: Sequence[str] = ("/server_info", "/get_server_info")
+    kv_transports: Sequence[str] = ("bootstrap",)
+    info_paths: Sequence[Sequence[str]] = (("/server_info", "/get_server_info"),)
     load_paths: Sequence[str] = ("/v1/loads?include=core", "/get_load")
 
     def __init__(self, rank_fields: RankFields) -> None:
         self._rank_fields = rank_fields
+        # Where ranks aren't ours to write, the client's own go through.
+        self._owned = OWNED_FIELDS - RANK_FIELDS if rank_fields is RankFields.NONE else OWNED_FIELDS
+
+    def traits(self, _kv_transport: str) -> Traits:
+        """Return that lists are batches with a room for each prompt, and that a decode engine reads none."""
+        return Traits(frozenset({Task.GENERATE}), pairs_lists=True, pairs_copies=True, reads_prompts=False)
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
         """Return both legs, each with its own fields; one leg for a regular endpoint."""
         rid = f"{inbound.rid or inbound.request_id}-{attempt.suffix}"
         shared = b'"rid":' + msgspec.json.encode(rid)
+        rest, headers = inbound.rest(self._owned), inbound.headers + inbound.id_line
         decode, prefill = decision.decode, decision.prefill
         if prefill is None:
-            return Plan(rid, None, self._leg(inbound, decode, None, shared), merges_logprobs=False)
+            return Plan(rid, None, self._leg(inbound, rest, headers, decode, None, shared))
         shared += _bootstrap(prefill.endpoint, inbound, attempt)
         return Plan(
             rid,
-            self._leg(inbound, prefill, None, shared),
-            self._leg(inbound, decode, prefill, shared),
+            self._leg(inbound, rest, headers, prefill, None, shared),
+            self._leg(inbound, rest, headers, decode, prefill, shared),
             merges_logprobs=inbound.wants_prompt_logprobs,
         )
 
-    def _leg(self, inbound: Inbound, place: Placement, prefill: Placement | None, shared: bytes) -> Leg:
+    def hand_over(self, decision: Decision, inbound: Inbound, plan: Plan, reply: bytes) -> HandOver:
+        """Never asked: both legs run at once."""
+        raise NotImplementedError
+
+    def _leg(
+        self, inbound: Inbound, rest: Piece, headers: bytes, place: Placement, prefill: Placement | None, shared: bytes
+    ) -> Leg:
         """Return one leg; ``prefill`` is the one before it, if any."""
         endpoint, rank = place.endpoint, place.rank
         spelling = self._rank_fields
         if spelling is RankFields.AUTO:
             spelling = _spelling(endpoint.version)
         fields, header = _ranks(spelling, rank, None if prefill is None else prefill.rank, prefill is not None)
-        body = splice(inbound, shared + fields)
-        head = request_head("POST", inbound.path, endpoint, inbound.headers + header, len(body[0]) + len(body[1]))
+        body = splice(rest, shared + fields)
+        head = request_head("POST", inbound.path, endpoint, headers + header, len(body[0]) + len(body[1]))
         return Leg(place, head, body)
 
     def abort(self, endpoint: Endpoint, rid: str) -> bytes:
@@ -107,7 +138,13 @@ class Sglang:
         body = b'{"rid":' + msgspec.json.encode(rid) + b"}"
         return request_head("POST", "/abort_request", endpoint, _JSON, len(body)) + body
 
-    def describe(self, body: bytes) -> Described | None:
+    def release(self, decision: Decision, reply: bytes) -> None:
+        """Nothing: a prefill lets go when it is aborted."""
+
+    def bootstrap_path(self, endpoint: Endpoint) -> None:
+        """Nothing: rooms need no names."""
+
+    def describe(self, _path: str, body: bytes) -> Described | None:
         """Read ``/server_info``."""
         try:
             info = msgspec.json.decode(body, type=_ServerInfo)
@@ -120,6 +157,7 @@ class Sglang:
             dp_size=info.dp_size if info.dp_size and info.dp_size > 0 else None,
             bootstrap_port=info.disaggregation_bootstrap_port,
             version=info.version,
+            kv_capacity_tokens=info.max_total_num_tokens or info.max_total_tokens,
         )
 
     def read_load(self, body: bytes) -> LoadReply | None:
@@ -144,6 +182,8 @@ class _ServerInfo(msgspec.Struct):
     disaggregation_mode: str | msgspec.UnsetType | None = msgspec.UNSET
     disaggregation_bootstrap_port: int | None = None
     version: str | None = None
+    max_total_num_tokens: int | None = None
+    max_total_tokens: int | None = None
 
 
 _MODES: Mapping[str, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.REGULAR}
@@ -161,6 +201,8 @@ class _RankLoad(msgspec.Struct):
     num_tokens: object = None
     gen_throughput: object = None
     token_usage: object = None
+    total_prefill_uncached_tokens: object = None
+    total_prefill_busy_us: object = None
 
 
 class _Loads(msgspec.Struct):
@@ -170,13 +212,16 @@ class _Loads(msgspec.Struct):
 
 def _report(load: _RankLoad) -> RankReport:
     tokens = map(_number, (load.num_total_tokens, load.num_used_tokens, load.num_tokens))
-    rank = load.dp_rank
+    rank, busy_us = load.dp_rank, _total(load.total_prefill_busy_us)
     return RankReport(
         rank if type(rank) is int else -1,
         next((number for number in tokens if number is not None), None),
         _requests(load),
         _number(load.gen_throughput),
         _number(load.token_usage),
+        waiting_requests=_number(load.num_waiting_reqs),
+        prefill_tokens_total=_total(load.total_prefill_uncached_tokens),
+        prefill_busy_s_total=None if busy_us is None else busy_us / 1e6,
     )
 
 
@@ -190,6 +235,12 @@ def _requests(load: _RankLoad) -> float | None:
 
 def _number(value: object) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _total(value: object) -> float | None:
+    """Return what a counter may hold."""
+    number = _number(value)
+    return number if number is not None and 0 <= number <= MAX_COUNT else None
 
 
 def _unix_s(timestamp: object) -> float | None:
@@ -211,7 +262,7 @@ def _ranks(spelling: RankFields, rank: int | None, prefill_rank: int | None, is_
     if others and prefill_rank is not None:
         fields += others % prefill_rank
     if spelling is RankFields.HEADER and rank is not None:
-        return fields, b"x-data-parallel-rank: %d\r\n" % rank
+        return fields, rank_line(rank)
     return fields, b""
 
 

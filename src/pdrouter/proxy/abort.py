@@ -4,6 +4,7 @@ An abort that arrives before the engine has registered the request is lost, so i
 """
 
 import asyncio
+from collections.abc import Coroutine
 
 from pdrouter.core.fleet import Endpoint
 from pdrouter.errors import RouterError
@@ -29,10 +30,18 @@ class Aborter:
 
     def abort(self, endpoint: Endpoint, request: bytes) -> None:
         """Send an abort, now and once more after the delay."""
+        self._start(self._abort_twice(endpoint, request))
+
+    def send(self, endpoint: Endpoint, request: bytes) -> None:
+        """Send once what frees something at an engine."""
+        self._start(self._abort(endpoint, request))
+
+    def _start(self, sending: Coroutine[None, None, None]) -> None:
         if len(self._tasks) >= MAX_PENDING:  # I9
             self.dropped += 1
+            sending.close()
             return
-        task = asyncio.get_running_loop().create_task(self._abort_twice(endpoint, request))
+        task = asyncio.get_running_loop().create_task(sending)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

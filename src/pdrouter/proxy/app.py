@@ -3,15 +3,21 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
+from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientGone, MethodNotAllowed, NotFound, RouterError
 from pdrouter.proxy import workers
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.dispatch import Dispatcher
 from pdrouter.proxy.edge import attempt
+from pdrouter.proxy.fleet_api import FleetApi
 from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.intake import Api, Intake
+from pdrouter.proxy.limits import Clients
+from pdrouter.proxy.rates import Rates
 from pdrouter.proxy.replies import JSON_HEADERS, error_body, error_headers
+from pdrouter.proxy.tokenizer import Counter
 from pdrouter.telemetry.metrics import CONTENT_TYPE, Metrics
 
 _STORY = b"/debug/story/"
@@ -30,23 +36,28 @@ class App:
         dispatcher: Dispatcher,
         metrics: Metrics,
         ids: Ids,
-        clock: Callable[[], float],
-        max_payload_bytes: int,
+        clients: Clients,
+        rates: Rates | None,
+        counter: Counter | None,
+        fleet_api: FleetApi,
     ) -> None:
-        self.max_payload_bytes = max_payload_bytes
+        self.clients = clients
+        self._fleet_api = fleet_api
+        self._rates = rates
+        self._counter = counter
         self._router = router
         self._intake = intake
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._ids = ids
-        self._clock = clock
+        clock = self._clock = dispatcher.clock
         self._apis: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
         self._pages: Mapping[bytes, Page] = {
             b"/v1/models": lambda: (200, b"application/json", workers.models_page(router)),
             b"/workers": lambda: (200, b"application/json", workers.workers_page(router)),
             b"/get_loads": lambda: (200, b"application/json", workers.loads_page(router, clock())),
             b"/debug/fleet": lambda: (200, b"application/json", workers.fleet_page(router, clock())),
-            b"/readiness": lambda: _json_page(*workers.readiness_page(router)),
+            b"/readiness": lambda: _json_page(*workers.readiness_page(router, is_draining=clients.is_draining)),
             b"/health": lambda: (200, b"text/plain", b"OK"),
             b"/liveness": lambda: (200, b"text/plain", b"OK"),
             b"/metrics": lambda: (200, CONTENT_TYPE, metrics.render()),
@@ -55,7 +66,7 @@ class App:
     def opened(self, client: Client) -> bool:
         """Take note of a request's head; return whether its body will be read."""
         if client.path not in self._apis:
-            return False
+            return self._fleet_api.reads(client)
         self._metrics.began()
         return client.method == b"POST"
 
@@ -80,8 +91,21 @@ class App:
             raise client.error
         if client.method != b"POST":
             raise _not_allowed(api, "POST")
+        self._fleet_api.check_key(client)
         facts, inbound = self._intake.read(api, client.headers, client.body(), request_id)
-        self._dispatcher.start(facts, inbound, client, self._ended)
+        if self._rates is not None:
+            self._rates.take(client.header, facts)
+        go_on = partial(self._counted, inbound, client)
+        if self._counter is None or not self._counter.count(facts, api, inbound.body, client, go_on):
+            self._dispatcher.start(facts, inbound, client, self._ended)
+
+    def _counted(self, inbound: Inbound, client: Client, facts: RequestFacts | None) -> None:
+        """Go on with a request whose prompt was counted; without facts its client has left."""
+        error: RouterError | None = ClientGone("the client left while its prompt was counted")
+        if facts is not None:
+            error = attempt(self._dispatcher.start, facts, inbound, client, self._ended)
+        if error is not None:
+            self._ended(client, inbound.path, inbound.request_id, error)
 
     def _ended(self, client: Client, api: str, request_id: str, error: RouterError | None) -> None:
         """Answer with an error if one is left, and take note of the end."""
@@ -95,6 +119,8 @@ class App:
     def _serve_page(self, client: Client) -> None:
         if client.error is not None:
             raise client.error
+        if self._fleet_api.serve(client):
+            return
         path = client.path.decode("latin-1")
         page = self._pages.get(client.path)
         if client.path.startswith(_STORY):

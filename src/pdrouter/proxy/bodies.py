@@ -3,17 +3,25 @@
 Fields whose bytes matter are kept raw. Read next: ``prompts.py`` and ``intake.py``.
 """
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from pdrouter.core.request import Task
 from pdrouter.errors import InvalidJson, InvalidRequest
 
 RawField = Raw | UnsetType
+S = TypeVar("S")
 
 MAX_ID_CHARS = 256
+
+_FORM_FIELD = rb'name="%b"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n'
+_FORM_BYTES = 65_536
+"""How much of a form is looked at from each end: files stand between."""
 
 MAX_BATCH = 4096
 """Samples of one request (I9)."""
@@ -25,6 +33,36 @@ class Api(StrEnum):
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     GENERATE = "/generate"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    EMBEDDINGS = "/v1/embeddings"
+    RERANK_V1 = "/v1/rerank"
+    RERANK = "/rerank"
+    SCORE = "/v1/score"
+    CLASSIFY = "/v1/classify"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    TRANSCRIPTIONS = "/v1/audio/transcriptions"
+    TRANSLATIONS = "/v1/audio/translations"
+    SPEECH = "/v1/audio/speech"
+    IMAGES = "/v1/images/generations"
+    IMAGE_EDITS = "/v1/images/edits"
+    IMAGE_VARIATIONS = "/v1/images/variations"
+
+
+TASKS: Mapping[Api, Task] = {
+    Api.CHAT: Task.GENERATE,
+    Api.COMPLETIONS: Task.GENERATE,
+    Api.GENERATE: Task.GENERATE,
+    Api.RESPONSES: Task.RESPONSES,
+    Api.MESSAGES: Task.MESSAGES,
+    Api.EMBEDDINGS: Task.READ,
+    Api.RERANK_V1: Task.READ,
+    Api.RERANK: Task.READ,
+    Api.SCORE: Task.READ,
+    Api.CLASSIFY: Task.READ,
+}
+"""What a path asks for; of those that aren't here any engine may serve one leg, whose body is passed on as it is."""
 
 
 class Body(Struct):
@@ -35,6 +73,7 @@ class Body(Struct):
     n: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    priority: int | None = None
     lora_path: RawField = UNSET
     cache_salt: RawField = UNSET
     extra_key: RawField = UNSET
@@ -47,6 +86,8 @@ class Body(Struct):
     data_parallel_rank: RawField = UNSET
     data_parallel_rank_decode: RawField = UNSET
     decode_dp_rank: RawField = UNSET
+    kv_transfer_params: RawField = UNSET
+    disaggregated_params: RawField = UNSET
 
     def copies(self) -> int | None:
         """Return how many answers each prompt gets, ``None`` where the body doesn't say."""
@@ -80,6 +121,34 @@ class Completion(Body):
     """``/v1/completions``."""
 
     prompt: RawField = UNSET
+
+
+class Responses(Body):
+    """``/v1/responses``."""
+
+    input: RawField = UNSET
+    instructions: RawField = UNSET
+    tools: RawField = UNSET
+    max_output_tokens_: int | None = msgspec.field(default=None, name="max_output_tokens")
+
+    def max_output_tokens(self) -> int | None:
+        """Return the limit of the answer."""
+        return self.max_output_tokens_
+
+
+class Messages(Body):
+    """``/v1/messages``."""
+
+    messages: list[Message] | UnsetType = UNSET
+    system: RawField = UNSET
+    tools: RawField = UNSET
+
+
+class Whole(Struct):
+    """What goes to one engine as it is."""
+
+    model: str | None = None
+    stream: bool | None = None
 
 
 class Generate(Body):
@@ -118,13 +187,16 @@ class SamplingParams(Struct):
     max_new_tokens: int | None = None
 
 
-AnyBody = Chat | Completion | Generate
+AnyBody = Chat | Completion | Generate | Responses | Messages
 
 _DECODERS: Mapping[Api, "msgspec.json.Decoder[AnyBody]"] = {
     Api.CHAT: msgspec.json.Decoder(Chat),
     Api.COMPLETIONS: msgspec.json.Decoder(Completion),
     Api.GENERATE: msgspec.json.Decoder(Generate),
+    Api.RESPONSES: msgspec.json.Decoder(Responses),
+    Api.MESSAGES: msgspec.json.Decoder(Messages),
 }
+_WHOLE = msgspec.json.Decoder(Whole)
 
 
 def decode(api: Api, body: bytes) -> AnyBody:
@@ -132,12 +204,32 @@ def decode(api: Api, body: bytes) -> AnyBody:
 
     Raises: InvalidJson; InvalidRequest for a field of another type.
     """
+    return _decode(_DECODERS[api], body)
+
+
+def decode_whole(body: bytes) -> Whole:
+    """Read of a body only what routing needs.
+
+    Raises: InvalidJson; InvalidRequest for a field of another type.
+    """
+    return _decode(_WHOLE, body)
+
+
+def _decode(decoder: "msgspec.json.Decoder[S]", body: bytes) -> S:
     try:
-        return _DECODERS[api].decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error), param=_path_of(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body isn't JSON: {error}") from error
+
+
+def form_value(name: bytes, body: bytes) -> str | None:
+    """Return a plain field of a multipart form, where it stands near its beginning or its end."""
+    found = re.search(_FORM_FIELD % re.escape(name), body[:_FORM_BYTES]) or re.search(
+        _FORM_FIELD % re.escape(name), body[-_FORM_BYTES:]
+    )
+    return found[1].decode("utf-8", "replace") if found else None
 
 
 def _path_of(error: msgspec.ValidationError) -> str | None:

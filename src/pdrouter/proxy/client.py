@@ -3,7 +3,7 @@
 Dispatch and relay know no more of HTTP than this. Read next: ``connection.py``, which makes one for each request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Protocol
@@ -44,8 +44,8 @@ class Wire(Protocol):
 class Client:
     """Whoever waits for the reply. After each ``write``, a writer waits while ``is_full`` (I9).
 
-    ``path`` is without query, header names are in lower case; ``error`` says why the request can't be served as it
-    came.
+    ``path`` is without ``query``, header names are in lower case; ``headers`` are those that may go further,
+    ``header`` has all; ``error`` says why the request can't be served as it came.
     """
 
     __slots__ = (
@@ -66,6 +66,7 @@ class Client:
         "listener",
         "method",
         "path",
+        "query",
         "status",
         "takes_body",
     )
@@ -76,6 +77,7 @@ class Client:
         method: bytes,
         path: bytes,
         headers: list[tuple[bytes, bytes]],
+        header: Mapping[bytes, bytes],
         began_s: float,
         *,
         takes_chunks: bool,
@@ -88,8 +90,9 @@ class Client:
         self._is_chunked = False
         self.method = method
         self.path = path
+        self.query = b""
         self.headers = headers
-        self.header = dict(headers)
+        self.header = header
         self.began_s = began_s
         self.body_bytes = 0
         self.is_expectant = False

@@ -1,8 +1,9 @@
 """A client's HTTP/1.1 connection: from bytes to requests, one after the other, and their replies back in that order.
 
 It stands where uvicorn's own protocol would, without ASGI between, for scope, events and task cost more than all the
-rest of a small request (``benchmarks/proxy.py``). Framing is judged by httptools alone; when a request is whole, the
-application is called at once, in the same turn of the loop. It knows no paths and no engines.
+rest of a small request (``benchmarks/proxy.py``). Framing is judged by httptools alone, and ``head.py`` refuses what it
+is lenient about; when a request is whole, the application is called at once, in the same turn of the loop. It knows no
+paths and no engines.
 """
 
 import asyncio
@@ -10,21 +11,27 @@ import time
 from collections import deque
 from typing import Protocol, cast
 
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from pdrouter.errors import ClientGone, InvalidRequest, PayloadTooLarge, RouterError
+from pdrouter.errors import ClientGone, InvalidHttp, PayloadTooLarge, RouterError, SenderTimeout, TooManyConnections
+from pdrouter.proxy import head
 from pdrouter.proxy.client import Client
+from pdrouter.proxy.limits import NEVER_S, Clients, group_of
 
-_MAX_HEAD_BYTES = 262_144
-"""Of a request's line and headers (I9); chosen as what one read may bring anyhow."""
+_LINGER_S = 2.0
+"""Time that a client which is still sending has to read a last reply."""
+
+_FRAMING_BYTES = 16_384
+_FRAMING_PER_BODY_BYTE = 8
+"""What chunk sizes, chunk extensions and trailers may take together (I9), by far the most for chunks of one byte."""
 
 
 class Application(Protocol):
     """Whoever answers requests."""
 
-    max_payload_bytes: int
+    clients: Clients
 
     def opened(self, client: Client) -> bool:
         """Take note of a request's head; return whether its body will be read."""
@@ -38,7 +45,7 @@ class Application(Protocol):
 class Connection(asyncio.Protocol):
     """A client's connection. ``_current`` is being answered; ``_waiting`` came behind it, by pipelining.
 
-    While a whole request waits, no more are read.
+    While a whole request waits, no more are read. By ``deadline_s`` the client must have sent, or taken, what is next.
     """
 
     _transport: asyncio.Transport  # there as soon as anything happens
@@ -52,21 +59,27 @@ class Connection(asyncio.Protocol):
     ) -> None:
         # For the life of the connection.
         self.is_full = False
+        self.deadline_s = NEVER_S
         self._app = cast("Application", config.app)
+        self._clients = self._app.clients
+        self._limits = self._clients.limits
         self._state = server_state
-        self._keep_alive_s: float = config.timeout_keep_alive
         self._loop = _loop or asyncio.get_running_loop()
         self._parser = HttpRequestParser(self)
+        self._address = ""
         self._is_deaf = False
         self._is_draining = False
         self._is_paused = False
         self._lost: asyncio.Event | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._resting_since_s = 0.0
+        self._piece_bytes = 0
+        self._unsent_bytes = 0
         # For one request.
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
+        self._offer = b""
+        self._first_bytes = 0
+        self._read_bytes = 0
+        self._since_s = 0.0
         self._is_in_head = False
         self._incoming: Client | None = None
         self._waiting: deque[Client] = deque()
@@ -88,16 +101,15 @@ class Connection(asyncio.Protocol):
         if self._waiting:
             self._loop.call_soon(self._serve_next)
             return
-        if self._is_paused:
-            self._is_paused = False
-            self._transport.resume_reading()
+        self._read_on()
         if self._incoming is not None:
             self._invite(self._incoming)
-        self._rest()
+        self._watch()
 
     def close(self) -> None:
         """Close behind what was written."""
         self._transport.close()
+        self._watch_unsent()
 
     def abort(self) -> None:
         """Close at once."""
@@ -108,7 +120,7 @@ class Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Take no more requests; what runs may end, as long as the server waits."""
         if self._current is None and self._incoming is None:
-            self._transport.close()
+            self.close()
             return
         self._is_draining = True
         for client in (self._current, self._incoming):
@@ -128,16 +140,26 @@ class Connection(asyncio.Protocol):
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
+        """Take the transport, unless there are too many."""
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(self._limits.write_buffer_bytes)
         self._state.connections.add(self)  # type: ignore[arg-type]  # of uvicorn's protocols it needs shutdown()
+        self._address = group_of(transport.get_extra_info("peername"))
+        try:
+            self._clients.join(self, self._address)
+        except TooManyConnections as error:
+            self._refuse(error)
+            self._serve_next()
+            if self._clients.are_far_too_many:
+                self._transport.abort()
+        else:
+            self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Tell whoever serves a request, or would have."""
         self._state.connections.discard(self)
+        self._clients.leave(self, self._address)
         self._is_deaf = True
-        if self._timer is not None:
-            self._timer.cancel()
         if self._lost is not None:
             self._lost.set()
         current, self._current = self._current, None
@@ -154,38 +176,48 @@ class Connection(asyncio.Protocol):
         """Parse, and serve what is whole."""
         if self._is_deaf:
             return
+        self._piece_bytes = len(data)
         try:
-            self._parser.feed_data(data)
-        except HttpParserUpgrade:
-            self._is_deaf = True  # the request is served as if it hadn't asked for another protocol
-        except HttpParserError:
-            self._refuse(InvalidRequest("this isn't a valid HTTP/1.1 request"))
-        if self._is_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:  # I9
-                self._refuse(InvalidRequest(f"the head exceeds {_MAX_HEAD_BYTES} bytes"))
+            self._feed(data)
+        except HttpParserCallbackError as error:
+            if not isinstance(error.__context__, RouterError):
+                raise
+            self._refuse(error.__context__)
+        except HttpParserError as error:
+            self._refuse(head.unparsable(error, data))
+        if self._is_in_head or self._incoming is not None:
+            self._check_pending()
+            self._watch()
         if self._waiting:
             self._serve_next()
             if self._waiting and not self._is_paused:  # I9
                 self._is_paused = True
                 self._transport.pause_reading()
+                self._watch()
 
     def pause_writing(self) -> None:
         """Take note that the client is behind."""
         self.is_full = True
+        self._clients.counts["write_buffer_full"] += 1
+        self._watch_unsent()
 
     def resume_writing(self) -> None:
         """Let the reply go on."""
         self.is_full = False
+        self._watch()
         if self._current is not None and self._current.listener is not None:
             self._current.listener.client_drained()
 
-    # Called by the parser, inside ``data_received``.
+    # Called by the parser, inside ``data_received``; whatever they raise ends the parsing.
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Begin a request, unless the last one has been."""
+        if self._is_deaf:
+            raise InvalidHttp("nothing more is read here")
         self._is_in_head = True
-        self._head_bytes = 0
+        self._first_bytes = self._piece_bytes
+        self._read_bytes = 0
+        self._since_s = 0.0
         self._target = b""
         self._headers = []
 
@@ -200,26 +232,36 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Take the head."""
-        parser, headers = self._parser, self._headers
+        parser, target, headers = self._parser, self._target, self._headers
+        method, version = parser.get_method(), parser.get_http_version()
         self._headers = []
         self._is_in_head = False
-        is_1_1 = parser.get_http_version() == "1.1"
-        keeps_alive = is_1_1 and parser.should_keep_alive() and not self._is_draining and not parser.should_upgrade()
+        self._since_s = 0.0
+        if parser.should_upgrade() and method != b"CONNECT":
+            self._offer = head.without_offer(method, target, version, headers)
+            return
+        is_1_1, header = version == "1.1", dict(headers)
         client = self._incoming = Client(
             self,
-            parser.get_method(),
-            _path(self._target),
-            headers,
+            method,
+            head.path_of(target),
+            head.end_to_end(headers, header),
+            header,
             time.monotonic(),
             takes_chunks=is_1_1,
-            keeps_alive=keeps_alive,
+            keeps_alive=is_1_1 and parser.should_keep_alive() and not (self._is_draining or self._clients.is_draining),
         )
+        if b"?" in target:
+            client.query = target.partition(b"?")[2]
         client.takes_body = self._app.opened(client)
-        declared = client.header.get(b"content-length")
+        head.check(method, target, version, headers, header, self._limits)
+        if self._read_bytes + self._piece_bytes > self._limits.max_head_bytes:
+            head.check_size(target, headers, self._limits)
+        declared = header.get(b"content-length")
         if declared is not None:
             self._check_size(client, int(declared))  # the parser takes nothing but digits
-        if b"expect" in client.header:
-            client.is_expectant = client.header[b"expect"].lower() == b"100-continue"
+        if is_1_1 and b"expect" in header:
+            client.is_expectant = True
             self._invite(client)
 
     def on_body(self, body: bytes) -> None:
@@ -240,15 +282,51 @@ class Connection(asyncio.Protocol):
 
     # Requests in, one after the other.
 
+    def _feed(self, data: bytes | memoryview) -> None:
+        """Parse; a request that offers another protocol is parsed anew without the offer, for its body's sake."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except HttpParserUpgrade as offer:
+                end = offer.args[0]
+            else:
+                return
+            data = memoryview(data)[end:]
+            self._parser = HttpRequestParser(self)
+            self._parser.feed_data(self._offer)
+
     def _serve_next(self) -> None:
         if self._current is None and self._waiting:
+            if self._incoming is None and not self._is_in_head:
+                self.deadline_s = NEVER_S
             client = self._current = self._waiting.popleft()
             self._app(client)
 
+    def _read_on(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._since_s = 0.0
+            self._transport.resume_reading()
+
     def _check_size(self, client: Client, size_bytes: int) -> None:
-        limit_bytes = self._app.max_payload_bytes
+        limit_bytes = self._limits.max_payload_bytes
         if size_bytes > limit_bytes and client.takes_body:  # I9
-            self._refuse(PayloadTooLarge(f"the body of {size_bytes} bytes exceeds {limit_bytes} (max_payload_size)"))
+            raise PayloadTooLarge(f"the body of {size_bytes} bytes exceeds {limit_bytes} (max_payload_size)")
+
+    def _check_pending(self) -> None:
+        """Refuse what comes in pieces and has no end."""
+        self._read_bytes += self._piece_bytes
+        later_bytes = self._read_bytes - self._first_bytes  # the rest may be of the request before
+        client, limits = self._incoming, self._limits
+        if self._is_in_head:
+            if len(self._target) > limits.max_target_bytes:  # I9
+                self._refuse(head.target_too_long(limits))
+            elif later_bytes > limits.max_head_bytes:  # I9
+                self._refuse(head.head_too_large(limits))
+        elif client is not None and b"transfer-encoding" in client.header and client.takes_body:
+            most = limits.max_head_bytes + _FRAMING_BYTES + (_FRAMING_PER_BODY_BYTE + 1) * client.body_bytes
+            if later_bytes > most:  # I9
+                self._refuse(InvalidHttp("the body's chunks are nearly all framing"))
 
     def _refuse(self, error: RouterError) -> None:
         """Let a request be answered with an error when its turn comes, and hear no more."""
@@ -256,8 +334,9 @@ class Connection(asyncio.Protocol):
             return
         client, self._incoming = self._incoming, None
         if client is None:
-            client = Client(self, b"", b"", [], time.monotonic(), takes_chunks=False, keeps_alive=False)
-        client.error = error
+            client = Client(self, b"", b"", [], {}, time.monotonic(), takes_chunks=False, keeps_alive=False)
+        self._clients.refused(error)
+        client.error = error.with_traceback(None)  # or the error and its frames would hold each other
         client.keeps_alive = False
         self._waiting.append(client)
         self._is_deaf = True
@@ -267,41 +346,59 @@ class Connection(asyncio.Protocol):
         """Tell a client that waits for it to send its body; not before its turn."""
         if client.is_expectant and self._current is None and not self._waiting:
             client.is_expectant = False
+            self._since_s = 0.0
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    # Between requests.
+    # Time.
+
+    def _watch(self) -> None:
+        """Say by when the client must have sent what is next: a head, a body, or another request."""
+        if self.is_full or self._transport.is_closing():
+            return
+        client, limits = self._incoming, self._limits
+        now_s = self._loop.time()
+        self._since_s = self._since_s or now_s
+        if self._is_paused or (client is not None and client.is_expectant):
+            self.deadline_s = NEVER_S
+        elif self._is_in_head:
+            self.deadline_s = self._since_s + limits.head_timeout_s
+        elif client is not None:
+            self.deadline_s = self._since_s + limits.body_timeout_s + client.body_bytes / limits.body_bytes_per_s
+        elif self._current is not None or self._waiting:
+            self.deadline_s = NEVER_S
+        else:
+            self.deadline_s = now_s + limits.idle_timeout_s
+
+    def _watch_unsent(self) -> None:
+        """Say by when the client must have taken some of what was written."""
+        self._unsent_bytes = self._transport.get_write_buffer_size()
+        self.deadline_s = self._loop.time() + self._limits.write_timeout_s
+
+    def expire(self) -> None:
+        """The client's time is over."""
+        self.deadline_s = NEVER_S
+        if self.is_full or self._transport.is_closing():
+            before_bytes = self._unsent_bytes
+            self._watch_unsent()
+            if self._unsent_bytes >= before_bytes:
+                self._clients.counts["write_timeout"] += 1
+                self._transport.abort()
+        elif self._is_deaf:
+            self.close()
+        elif self._is_in_head or self._incoming is not None:
+            what = "head" if self._is_in_head else "body"
+            self._refuse(SenderTimeout(f"the request's {what} didn't come in time (client_{what}_timeout_secs)"))
+            self._serve_next()
+        else:
+            self._clients.counts["idle_timeout"] += 1
+            self.close()
 
     def _part(self, client: Client) -> None:
         """Close behind a last reply; from a client that is still sending, so that the reply isn't lost to a reset."""
         self._is_deaf = True
         if client.is_whole or self._transport.is_closing():
-            self._transport.close()
+            self.close()
         else:
+            self._read_on()
             self._transport.write_eof()
-            self._rest()
-
-    def _rest(self) -> None:
-        """Close the connection if nothing more comes for a while; the timer is set again only when it has run out."""
-        self._resting_since_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._keep_alive_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._current is not None or self._incoming is not None or self._waiting or self._is_in_head:
-            return
-        left_s = self._resting_since_s + self._keep_alive_s - self._loop.time()
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._on_timer)
-        else:
-            self._transport.close()
-
-
-def _path(target: bytes) -> bytes:
-    """Return the path of a request's target, without its query."""
-    if target.startswith(b"/"):
-        return target.partition(b"?")[0]
-    try:
-        return parse_url(target).path or b"/"
-    except HttpParserError:
-        return target
+            self.deadline_s = self._loop.time() + _LINGER_S

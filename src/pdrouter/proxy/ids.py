@@ -17,6 +17,7 @@ class Ids:
 
     def __init__(self, chance: Random) -> None:
         self._bits = chance.getrandbits
+        self.fraction = chance.random
 
     def letters(self) -> str:
         """Return 24 letters and digits for a request id."""

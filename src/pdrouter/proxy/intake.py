@@ -4,6 +4,7 @@ It knows which fields the router writes itself, and takes the client's own out o
 for what is declared, ``prompts.py`` for how prompts are sized.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
@@ -12,19 +13,30 @@ import xxhash
 from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.core.prefix import block_hashes
-from pdrouter.core.request import RequestFacts
+from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.router import Router
 from pdrouter.core.tokens import TextShape
-from pdrouter.engines.base import Inbound, rest_without
-from pdrouter.engines.sglang import DECODE_RANK_FIELDS, OWNED_FIELDS, PREFILL_RANK_FIELDS, RANK_FIELDS
+from pdrouter.engines.base import Inbound
+from pdrouter.engines.sglang import DECODE_RANK_FIELDS, OWNED_FIELDS, PREFILL_RANK_FIELDS
 from pdrouter.errors import InvalidRequest
-from pdrouter.proxy.bodies import MAX_ID_CHARS, Api, Body, batch_size, client_rid, decode
+from pdrouter.proxy.bodies import (
+    MAX_ID_CHARS,
+    TASKS,
+    Api,
+    Body,
+    batch_size,
+    client_rid,
+    decode,
+    decode_whole,
+    form_value,
+)
 from pdrouter.proxy.prompts import Prompt, cache_key, read_prompt
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
 
 _RANK_HEADER = b"x-data-parallel-rank"
 _MAX_RANK_DIGITS = 9
+_PRIORITY = re.compile(rb"-?\d{1,9}")
 
 _ROUTING_KEY = b"x-smg-routing-key"
 _CLIENT_KEYS = (_ROUTING_KEY, b"authorization", b"x-forwarded-for", b"cookie")
@@ -36,10 +48,17 @@ _FORWARDED = frozenset(
     b"authorization accept traceparent tracestate x-smg-routing-key user-agent"
     b" x-correlation-id x-trace-id request-id".split()
 )
-_ID_PREFIXES: Mapping[Api, str] = {Api.CHAT: "chatcmpl-", Api.COMPLETIONS: "cmpl-", Api.GENERATE: "gnt-"}
+_JSON_LINE = b"content-type: application/json\r\n"
+_ID_PREFIXES: Mapping[Api, str] = {
+    Api.CHAT: "chatcmpl-",
+    Api.COMPLETIONS: "cmpl-",
+    Api.GENERATE: "gnt-",
+    Api.RESPONSES: "resp-",
+    Api.MESSAGES: "msg-",
+}
+_OTHER_PREFIX = "req-"
 
-
-_OWNED_NAMES = tuple(sorted(OWNED_FIELDS))
+_OWNED_NAMES = tuple(sorted(OWNED_FIELDS | {"kv_transfer_params", "disaggregated_params"}))
 _OWNED_VALUES = attrgetter(*_OWNED_NAMES)
 _ALL_UNSET = (UNSET,) * len(_OWNED_NAMES)
 
@@ -51,6 +70,10 @@ class IntakeOptions(Struct, frozen=True):
     prefix_block_bytes: int
     image_tokens: int
     owns_ranks: bool
+    priority_header: bytes
+    tenant_header: bytes
+    tenant_weights: Mapping[bytes, float]
+    puts_low_first: bool
 
 
 class Intake:
@@ -59,8 +82,8 @@ class Intake:
     def __init__(self, router: Router, options: IntakeOptions) -> None:
         self._router = router
         self._options = options
-        # Where ranks aren't ours to write, the client's own go through, in body and header.
-        self._owned = OWNED_FIELDS if options.owns_ranks else OWNED_FIELDS - RANK_FIELDS
+        self._keys = _KEY_HEADERS | {options.priority_header, options.tenant_header}
+        # Where ranks aren't ours to write, the client's own go through.
         self._forwarded = _FORWARDED if options.owns_ranks else _FORWARDED | {_RANK_HEADER}
 
     def read(
@@ -70,23 +93,66 @@ class Intake:
 
         Raises: InvalidJson, InvalidRequest, DuplicateField.
         """
+        task = TASKS.get(api, Task.OTHER)
+        if task in (Task.READ, Task.OTHER):
+            return self._read_whole(api, task, headers, body, request_id)
         decoded = decode(api, body)
         prompt = read_prompt(decoded, self._options.image_tokens)
         batch = batch_size(decoded, prompt.samples)
         keys: dict[bytes, bytes] = {}
-        lines, header_rank = self._read_headers(headers, request_id, keys)
-        owned = [name for name in _set_fields(decoded) if name in self._owned]
-        ranks = self._ranks(decoded, header_rank) if owned else (header_rank, header_rank)
-        facts = self._facts(decoded, prompt, batch, request_id, ranks, keys)
+        lines, header_rank = self._read_headers(headers, keys)
+        fields = _set_fields(decoded)
+        ranks = self._ranks(decoded, header_rank) if fields else (header_rank, header_rank)
+        facts = self._facts(decoded, task, prompt, batch, request_id, ranks, keys)
         return facts, Inbound(
             path=api,
-            rest=rest_without(body, owned) if owned else memoryview(body)[body.index(b"{") + 1 :],
-            headers=lines,
+            body=body,
+            start=body.index(b"{") + 1,
+            fields=fields,
+            headers=_JSON_LINE + lines,
             request_id=request_id,
             is_stream=bool(decoded.stream),
             batch=batch,
             rid=client_rid(decoded),
             wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
+        )
+
+    def _read_whole(
+        self, api: Api, task: Task, headers: Iterable[tuple[bytes, bytes]], body: bytes, request_id: str
+    ) -> tuple[RequestFacts, Inbound]:
+        """Return what routing must know of a body that one engine gets as it is, multipart or JSON."""
+        keys: dict[bytes, bytes] = {}
+        headers = list(headers)
+        lines, rank = self._read_headers(headers, keys)
+        content_type = next((value for name, value in headers if name == b"content-type"), b"application/json")
+        if content_type.lower().startswith(b"multipart/"):
+            model, is_stream, text = form_value(b"model", body), form_value(b"stream", body) == "true", None
+        else:
+            whole = decode_whole(body)
+            model, is_stream = whole.model, bool(whole.stream)
+            text = TextShape.of(body) if task is Task.READ else None
+        tokens = self._router.tokens.estimate(model, text) if text else 1
+        facts = RequestFacts(
+            request_id=request_id,
+            prompt_tokens=max(1, tokens),
+            task=task,
+            model=model,
+            decode_rank=rank,
+            routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,
+            client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
+        )
+        return facts, Inbound(
+            path=api,
+            body=body,
+            start=0,
+            fields=(),
+            headers=b"content-type: %b\r\n%b" % (content_type, lines),
+            request_id=request_id,
+            is_stream=is_stream,
+            batch=None,
+            rid=None,
+            wants_prompt_logprobs=False,
+            is_opaque=True,
         )
 
     def request_id(self, headers: Mapping[bytes, bytes], api: Api, new_letters: Callable[[], str]) -> str:
@@ -95,16 +161,15 @@ class Intake:
             value = headers.get(name)
             if value and len(value) <= MAX_ID_CHARS:
                 return value.decode("latin-1")
-        return _ID_PREFIXES[api] + new_letters()
+        return _ID_PREFIXES.get(api, _OTHER_PREFIX) + new_letters()
 
     def _read_headers(
-        self, headers: Iterable[tuple[bytes, bytes]], request_id: str, keys: dict[bytes, bytes]
+        self, headers: Iterable[tuple[bytes, bytes]], keys: dict[bytes, bytes]
     ) -> tuple[bytes, int | None]:
         """Return the header lines to send on, and the rank that the client asked for by header; note its ``keys``."""
-        lines = b"content-type: application/json\r\nx-request-id: %s\r\n" % request_id.encode("latin-1", "replace")
-        rank = None
+        lines, rank = b"", None
         for name, value in headers:
-            if name in _KEY_HEADERS:
+            if name in self._keys:
                 keys[name] = value
             if name in self._forwarded:
                 lines += name + b": " + value + b"\r\n"
@@ -122,9 +187,27 @@ class Intake:
             return header_rank, header_rank
         return _first_rank(PREFILL_RANK_FIELDS, body), _first_rank(DECODE_RANK_FIELDS, body)
 
+    def _priority(self, body: Body, keys: Mapping[bytes, bytes]) -> int:
+        """Return whose turn comes before others', the higher the sooner; the header's word counts more.
+
+        Raises: InvalidRequest.
+        """
+        name = self._options.priority_header
+        text = keys.get(name) if keys else None
+        if text is None:
+            priority = body.priority or 0
+            return -priority if self._options.puts_low_first else priority
+        if not _PRIORITY.fullmatch(text):
+            raise InvalidRequest(f"the header {name.decode()} must be an integer", param=name.decode())
+        return int(text)
+
+    def _weight(self, keys: Mapping[bytes, bytes]) -> float:
+        return self._options.tenant_weights.get(keys.get(self._options.tenant_header, b""), 1.0)
+
     def _facts(
         self,
         body: Body,
+        task: Task,
         prompt: Prompt,
         batch: int | None,
         request_id: str,
@@ -140,16 +223,21 @@ class Intake:
         compared = sum(map(len, blocks)) / len(prompt.raw) if blocks else 0.0
         return RequestFacts(
             request_id=request_id,
+            task=task,
             model=body.model,
             prompt_tokens=max(1, tokens) * (samples // (prompt.samples or 1)),
             prompt_bytes=max(1, int(text.size)) if text and is_text else 0,
             text=text if is_text else None,
             prompts=samples,
+            is_list=(prompt.samples or 1) > 1,
             prefix_blocks=block_hashes(blocks, cache_key(body)),
             block_tokens=compared * tokens / len(blocks) if blocks else 0.0,
             prefill_rank=ranks[0],
             decode_rank=ranks[1],
             max_output_tokens=body.max_output_tokens(),
+            priority=self._priority(body, keys),
+            tenant=_first_hash(keys, (self._options.tenant_header,)) if keys else None,
+            weight=self._weight(keys) if keys else 1.0,
             routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,
             client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
         )

@@ -3,10 +3,17 @@
 from collections.abc import Callable
 
 from pdrouter.core.decision import Placement
-from pdrouter.errors import RouterError, UpstreamError, UpstreamProtocol
+from pdrouter.errors import ConnectFailed, RouterError, UpstreamError, UpstreamProtocol
 from pdrouter.upstream.connection import Exchange
 
 STATUS_OK_BELOW = 400
+SERVER_ERROR = 500
+
+RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+"""Answers after which another engine may do better. Source: the SGLang router's retries."""
+
+UNREACHABLE = (ConnectFailed,)
+"""Failures of a whole endpoint and not of a rank."""
 
 
 class EngineReply(UpstreamError):
@@ -50,10 +57,11 @@ class Held:
 class PrefillLeg:
     """Reads a prefill reply to its end and calls ``on_done`` once, with what went wrong or ``None``.
 
-    A good reply is dropped unless ``keeps`` asks for it.
+    A good reply is dropped unless ``keeps`` asks for it; ``tail`` is the last piece of it. ``is_good`` says that it has
+    come, and isn't an error.
     """
 
-    __slots__ = ("_exchange", "_held", "_keeps", "_max_bytes", "_on_done", "is_done", "placement")
+    __slots__ = ("_exchange", "_held", "_keeps", "_max_bytes", "_on_done", "is_done", "is_good", "placement", "tail")
 
     def __init__(
         self,
@@ -66,6 +74,8 @@ class PrefillLeg:
     ) -> None:
         self.placement = placement
         self.is_done = False
+        self.is_good = False
+        self.tail = b""
         self._exchange = exchange
         self._on_done: Callable[[RouterError | None], None] | None = on_done
         self._keeps = keeps
@@ -98,6 +108,7 @@ class PrefillLeg:
         exchange = self._exchange
         try:
             while piece := exchange.read_nowait():
+                self.tail = piece
                 if self._keeps or exchange.status >= STATUS_OK_BELOW:
                     self._keep(piece)
             if piece is None:
@@ -108,6 +119,7 @@ class PrefillLeg:
         if exchange.status >= STATUS_OK_BELOW:
             self._end(EngineReply(self.placement, exchange.status, exchange.headers, self.reply()))
         else:
+            self.is_good = True
             self._end(None)
 
     def _keep(self, piece: bytes) -> None:

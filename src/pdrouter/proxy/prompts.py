@@ -10,7 +10,17 @@ import xxhash
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdrouter.errors import InvalidRequest
-from pdrouter.proxy.bodies import AnyBody, Body, Chat, Completion, Generate, Message, RawField
+from pdrouter.proxy.bodies import (
+    AnyBody,
+    Body,
+    Chat,
+    Completion,
+    Generate,
+    Message,
+    Messages,
+    RawField,
+    Responses,
+)
 
 _FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
 """The first character inside an array."""
@@ -58,6 +68,10 @@ def read_prompt(body: AnyBody, image_tokens: int) -> Prompt:
     """
     if isinstance(body, Chat):
         return _conversation(body, image_tokens)
+    if isinstance(body, Messages):
+        return _anthropic(body, image_tokens)
+    if isinstance(body, Responses):
+        return _responses(body)
     if isinstance(body, Completion):
         return _text_or_ids("prompt", _required("prompt", body.prompt))
     return _generate_prompt(body)
@@ -97,6 +111,23 @@ def _conversation(body: Chat, image_tokens: int) -> Prompt:
     for index in reversed(media):
         del pieces[index]
     return Prompt(raw, b",".join(pieces), len(media) * image_tokens)
+
+
+def _anthropic(body: Messages, image_tokens: int) -> Prompt:
+    """Read a conversation whose system text stands apart, before the messages."""
+    system = _value(body.system)
+    first = [] if system is None else [Message(role=Raw(_FIRST_ROLES[0]), content=Raw(system))]
+    messages = [] if isinstance(body.messages, UnsetType) else body.messages
+    if not messages:
+        raise InvalidRequest("messages must be a list of at least one message", param="messages")
+    return _conversation(Chat(messages=[*first, *messages], tools=body.tools), image_tokens)
+
+
+def _responses(body: Responses) -> Prompt:
+    """Read instructions, tools and input; what an engine remembers of earlier responses isn't known here."""
+    given = [raw for field in (body.instructions, body.tools) if (raw := _value(field)) is not None]
+    raw = b",".join([*given, _required("input", body.input)])
+    return Prompt(raw, raw, 0)
 
 
 def _add_message(message: Message, pieces: list[bytes], media: list[int], image_tokens: int) -> None:

@@ -4,25 +4,21 @@ Bytes go through as they come (I10); nothing is held back but the two newest pie
 them. It never writes: ``dispatch.py`` does, and holds the engine of a slow client back.
 """
 
-import re
 from collections.abc import Callable
 
 from pdrouter.core.decision import Decision
-from pdrouter.core.events import FirstTokenSeen, TokensGenerated, UsageSeen
+from pdrouter.core.events import FirstTokenSeen, Noted, PrefillUsageSeen, TokensGenerated, UsageSeen
 from pdrouter.core.lifecycle import State
 from pdrouter.core.router import Router
+from pdrouter.engines.usage import COMPLETION_TOKENS, PROMPT_TOKENS, TAIL_BYTES, PromptCount, last_number
 from pdrouter.telemetry.metrics import Metrics
 
-_PROMPT_TOKENS = b'"prompt_tokens"'
-_COMPLETION_TOKENS = b'"completion_tokens"'
-_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})")
-_TAIL_BYTES = 8192
 _GROWTH_EVENTS = 16
 """Stream events after which the ledger is told of growth; chosen to keep the cost per event small."""
 
 
 class Observer:
-    """Tells the router what one request's bytes show."""
+    """Tells the router what one request's bytes show; ``is_stream``: they come as events, token by token."""
 
     __slots__ = (
         "_before",
@@ -30,11 +26,13 @@ class Observer:
         "_decision",
         "_events",
         "_first_at_s",
-        "_is_stream",
         "_last",
         "_metrics",
         "_router",
+        "_seen",
+        "_seen_at_s",
         "_told",
+        "is_stream",
     )
 
     def __init__(
@@ -44,17 +42,25 @@ class Observer:
         self._clock = clock
         self._metrics = metrics
         self._decision = decision
-        self._is_stream = is_stream
+        self.is_stream = is_stream
         self._before = b""
         self._last = b""
         self._events = 0
         self._told = 0
         self._first_at_s = 0.0
+        self._seen = -1
+        self._seen_at_s = 0.0
 
-    def prefill_done(self) -> None:
-        """The prefill leg has answered."""
+    def prefill_done(self, count: PromptCount | None) -> None:
+        """The prefill leg has answered, and perhaps told how much of the prompt it had."""
+        if count is not None:
+            self._router.observe(PrefillUsageSeen(self._decision, *count), self._clock())
         if self._decision.state is State.PREFILLING:
             self._router.observe(FirstTokenSeen(self._decision), self._clock())
+
+    def note(self, text: str) -> None:
+        """Let the request's story tell something."""
+        self._router.observe(Noted(self._decision, text), self._clock())
 
     def first_piece(self) -> None:
         """The answer has begun."""
@@ -67,10 +73,19 @@ class Observer:
     def piece(self, piece: bytes) -> None:
         """Take note of a piece of the answer."""
         self._before, self._last = self._last, piece
-        if self._is_stream:
+        if self.is_stream:
             self._events += piece.count(b"data:")
             if self._events - self._told >= _GROWTH_EVENTS:
                 self._tell_growth(self._clock())
+
+    def quiet_since_s(self, now_s: float, *, is_excused: bool) -> float:
+        """Return when the stream was last seen to have grown, or not to be at fault.
+
+        Each call is a look, so that it costs nothing in between.
+        """
+        if is_excused or self._events != self._seen:
+            self._seen, self._seen_at_s = self._events, now_s
+        return self._seen_at_s
 
     def event_end(self) -> bytes:
         """Return what ends an event that was cut off in the middle."""
@@ -84,20 +99,13 @@ class Observer:
             self._tell_growth(now_s)
         if self._decision.facts.prompts != 1 or not self._router.wants_usage(self._decision):
             return
-        tail = (self._before[-_TAIL_BYTES:] + self._last)[-_TAIL_BYTES:]
-        prompt_tokens = _last_number(_PROMPT_TOKENS, tail)
+        tail = (self._before[-TAIL_BYTES:] + self._last)[-TAIL_BYTES:]
+        prompt_tokens = last_number(PROMPT_TOKENS, tail)
         if prompt_tokens is not None:
-            completion_tokens = _last_number(_COMPLETION_TOKENS, tail) or 0
+            completion_tokens = last_number(COMPLETION_TOKENS, tail) or 0
             self._router.observe(UsageSeen(self._decision, prompt_tokens, completion_tokens, self._events), now_s)
 
     def _tell_growth(self, now_s: float) -> None:
         rate = self._router.tokens_per_event(self._decision.facts.model)
         self._router.observe(TokensGenerated(self._decision, round((self._events - self._told) * rate)), now_s)
         self._told = self._events
-
-
-def _last_number(name: bytes, text: bytes) -> int | None:
-    """Return the number behind the last mention of a field."""
-    start = text.rfind(name)
-    found = _NUMBER.match(text, start + len(name)) if start >= 0 else None
-    return int(found[1]) if found else None

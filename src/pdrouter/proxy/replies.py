@@ -1,12 +1,16 @@
 """Errors to HTTP replies: the one table, in OpenAI's shape."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import msgspec
 
-from pdrouter.errors import MethodNotAllowed, RouterError
+from pdrouter.core.decision import Decision
+from pdrouter.errors import MethodNotAllowed, QueueFull, RateLimited, RouterError
+from pdrouter.proxy.head import end_to_end
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
+STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
 _NOT_PASSED_ON = frozenset(
     b"connection keep-alive transfer-encoding te trailer upgrade"
@@ -29,6 +33,8 @@ def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
     headers = list(JSON_HEADERS)
     if error.status == _UNAVAILABLE:
         headers.append((b"retry-after", _RETRY_AFTER_S))
+    if isinstance(error, QueueFull | RateLimited):
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
     if isinstance(error, MethodNotAllowed) and error.param:
         headers.append((b"allow", error.param.encode()))
     return headers
@@ -44,4 +50,27 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes
 
     Names come out in lower case; behind the values the parser may have left white space.
     """
-    return [(low, value.rstrip()) for name, value in headers if (low := name.lower()) not in _NOT_PASSED_ON]
+    pairs = [(name.lower(), value.rstrip()) for name, value in headers]
+    return [pair for pair in end_to_end(pairs, dict(pairs)) if pair[0] not in _NOT_PASSED_ON]
+
+
+def unsized(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return headers without the length of a body that will have another."""
+    return [pair for pair in headers if pair[0] != b"content-length"]
+
+
+def own_lines(request_id: str, decision: Decision | None) -> bytes:
+    """Return the header lines that the router adds: the request's id and, of a decision, who serves it."""
+    lines = b"x-request-id: %b\r\n" % request_id.encode("latin-1", "replace")
+    if decision is not None:
+        prefill, decode = decision.prefill, decision.decode
+        if prefill is not None:
+            lines += _place_line("prefill", prefill.endpoint.address, prefill.rank)
+        lines += _place_line("decode", decode.endpoint.address, decode.rank)
+    return lines
+
+
+@lru_cache(maxsize=65536)
+def _place_line(leg: str, address: str, rank: int | None) -> bytes:
+    """Return a header line with address and rank."""
+    return f"x-pdrouter-{leg}: {address}; rank={'engine' if rank is None else rank}\r\n".encode()

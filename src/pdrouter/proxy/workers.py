@@ -21,7 +21,7 @@ _COUNTED: Mapping[Role, str] = {
 
 def workers_page(router: Router) -> bytes:
     """Return ``GET /workers``, in the shape of sglang-router."""
-    workers = [_worker(router, endpoint) for endpoint in router.fleet]
+    workers = [worker_of(router, endpoint) for endpoint in router.fleet]
     stats = dict.fromkeys(_COUNTED.values(), 0)
     for endpoint in router.fleet:
         stats[_COUNTED[endpoint.role]] += 1
@@ -72,8 +72,10 @@ def models_page(router: Router) -> bytes:
     return msgspec.json.encode({"object": "list", "data": models})
 
 
-def readiness_page(router: Router) -> tuple[int, bytes]:
+def readiness_page(router: Router, *, is_draining: bool) -> tuple[int, bytes]:
     """Return ``GET /readiness``: ready needs a ready pair or regular endpoint for every known model."""
+    if is_draining:
+        return 503, msgspec.json.encode({"status": "not ready", "reason": "draining"})
     fleet = router.fleet
     total, healthy = len(fleet), sum(fleet.is_ready(e.address) for e in fleet)
     models: list[str | None] = sorted(fleet.models) if len(fleet.models) > 1 else [None]  # type: ignore[assignment]
@@ -88,7 +90,8 @@ def _is_known(load: EndpointLoad) -> bool:
     return load.is_reported or load.ledger_requests > 0
 
 
-def _worker(router: Router, endpoint: Endpoint) -> dict[str, Any]:
+def worker_of(router: Router, endpoint: Endpoint) -> dict[str, Any]:
+    """Return one entry of ``GET /workers``."""
     load = router.load.endpoints[endpoint.address]
     return {
         "id": endpoint.address,

@@ -1,16 +1,17 @@
-"""An SGLang server without a GPU: real HTTP, real time divided by ``speed``, the PD handshake enforced.
+"""An engine's server without a GPU: real HTTP, real time divided by ``speed``, the PD handshake enforced.
 
-Start it in a process with ``run`` or inside a test with ``start_emulator``. Beyond SGLang's endpoints there are
-``/_fault`` (``faults.py``) and ``GET /_snapshot``. Requests: ``emulator_api.py``; the engine: ``live_engine.py``.
+Start it in a process with ``run`` or inside a test with ``start_emulator``. Beyond the real one's endpoints there are
+``/_fault`` (``faults.py``) and ``GET /_snapshot``. What engines have in common: ``live_engine.py``; where they differ:
+``emulator_kind.py``.
 """
 
 import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import uvicorn
@@ -18,17 +19,25 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pdrouter.sim.emulator_api import Api, Call, Part, read_call
+from pdrouter.sim.call import Call, Part
 from pdrouter.sim.emulator_control import Control
-from pdrouter.sim.emulator_replies import Reply, chunk_ends, error_event, make_reply
+from pdrouter.sim.emulator_kind import EngineKind, Handshake, Routes
+from pdrouter.sim.emulator_openai import OpenAiKind
+from pdrouter.sim.emulator_replies import Reply, chunk_ends
 from pdrouter.sim.emulator_settings import EmulatorSettings, EngineError
+from pdrouter.sim.emulator_sglang import SglangKind
 from pdrouter.sim.faults import FaultRule, Faults
 from pdrouter.sim.http_exchange import Broken, Exchange
 from pdrouter.sim.job import Job
 from pdrouter.sim.live_engine import LiveEngine
-from pdrouter.sim.load_reports import LoadReports
+from pdrouter.sim.load_samples import LoadSamples
+from pdrouter.sim.sglang_handshake import SglangHandshake
 from pdrouter.sim.text import expected_text, render_chat, text_seed, token_text
 from pdrouter.sim.ticket import EngineSnapshot, Inbox, Received, Ticket
+from pdrouter.sim.trtllm.handshake import TrtllmHandshake
+from pdrouter.sim.trtllm.kind import TrtllmKind
+from pdrouter.sim.vllm.connector import Connector
+from pdrouter.sim.vllm.kind import VllmKind, make_connector
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, Scope
@@ -45,9 +54,20 @@ __all__ = [
     "token_text",
 ]
 
-_APIS = {"/generate": Api.GENERATE, "/v1/chat/completions": Api.CHAT, "/v1/completions": Api.COMPLETION}
-
 _STOP_S = 0.2
+
+
+class _Parts(NamedTuple):
+    handshake: Callable[[LiveEngine], Handshake]
+    kind: Callable[[LiveEngine, LoadSamples], EngineKind]
+
+
+_ENGINES: Mapping[str, _Parts] = {
+    "sglang": _Parts(SglangHandshake, SglangKind),
+    "vllm": _Parts(make_connector, VllmKind),
+    "trtllm": _Parts(TrtllmHandshake, TrtllmKind),
+    "openai": _Parts(Connector, OpenAiKind),
+}
 
 
 class Emulator:
@@ -56,14 +76,21 @@ class Emulator:
     def __init__(self, settings: EmulatorSettings) -> None:
         self.settings = settings
         self.url = ""
-        self.bootstrap_port: int | None = None
-        self.faults = Faults()
-        self.engine = LiveEngine(settings)
-        self._reports = LoadReports(self.engine, settings.load_delay)
+        parts = _ENGINES[settings.engine]
+        self.engine = LiveEngine(settings, parts.handshake)
+        self._samples = LoadSamples(self.engine)
+        self.kind = parts.kind(self.engine, self._samples)
+        self.faults = Faults(self.kind.load_paths)
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
-        self._control = Control(self.engine, self._reports, self.faults)
-        self._routes = self._control.routes() | {path: {"POST": self._infer} for path in _APIS}
+        control = Control(self.engine, self._samples, self.faults)
+        generating: Routes = {path: {"POST": self._infer} for path in self.kind.paths}
+        self._routes = generating | self.kind.routes() | control.routes()
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """Where the other side of the handshake reaches this one."""
+        return self.engine.handshake.port
 
     def snapshot(self) -> EngineSnapshot:
         """All that the engine holds now, and what it refused so far."""
@@ -76,10 +103,15 @@ class Emulator:
 
     async def start(self) -> None:
         """Listen. Raises: ``OSError`` if a port can't be had."""
-        settings = self.settings
-        loop = asyncio.get_running_loop()
+        host = self.settings.host
+        port = await self.serve(self._routes, self.settings.port)
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        await self.engine.handshake.start(self)
+
+    async def serve(self, routes: Routes, port: int) -> int:
+        """Listen for HTTP. Raises: ``OSError``."""
         config = uvicorn.Config(
-            self.app,
+            partial(self._app, routes),
             interface="asgi3",
             http="httptools",
             ws="none",
@@ -89,17 +121,17 @@ class Emulator:
             proxy_headers=False,
         )
         config.load()
-        factory = partial(HttpToolsProtocol, config=config, server_state=self._state, app_state={})
-        server = await loop.create_server(factory, settings.host, settings.port, backlog=2048)
+        return await self.listen(
+            partial(HttpToolsProtocol, config=config, server_state=self._state, app_state={}), port
+        )
+
+    async def listen(self, factory: Callable[[], asyncio.BaseProtocol], port: int) -> int:
+        """Listen for anything. Raises: ``OSError``."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(factory, self.settings.host, port, backlog=2048)
         self._servers.append(server)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{_port(server)}"
-        if settings.role == "prefill":
-            server = await loop.create_server(
-                self.engine.rooms.accept, settings.host, settings.bootstrap_port, backlog=2048
-            )
-            self._servers.append(server)
-            self.bootstrap_port = self._control.bootstrap_port = _port(server)
+        opened: int = server.sockets[0].getsockname()[1]
+        return opened
 
     async def stop(self) -> None:
         """Close all sockets and end all requests, as a dying process does."""
@@ -108,7 +140,7 @@ class Emulator:
         for connection in list(self._state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        self._reports.shut()
+        self._samples.shut()
         await self.engine.shut()
         await asyncio.sleep(0)  # lets aborted transports tell their protocols
         if self._state.tasks:
@@ -117,15 +149,16 @@ class Emulator:
                 task.cancel()
             await asyncio.gather(*stuck, return_exceptions=True)
 
-    async def app(self, scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable") -> None:
-        """ASGI entry."""
+    async def _app(
+        self, routes: Routes, scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable"
+    ) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send, partial(self._transport, scope["client"]))
+        exchange = Exchange(scope, receive, send, partial(self._transport, scope["client"]), self.kind.error_body)
         with contextlib.suppress(Broken):
             rules = self.faults.take(exchange.path) if self.faults.rules else []
             if not await self._spoil(exchange, rules):
-                await self._route(exchange, rules)
+                await self._route(routes, exchange, rules)
 
     def _transport(self, client: tuple[str, int] | None) -> asyncio.Transport | None:
         for connection in self._state.connections:
@@ -143,7 +176,7 @@ class Emulator:
                 return True
             elif rule.kind in {"status", "no_load"}:
                 error = EngineError(rule.status, "fault", "fault on demand")
-                await exchange.reply_json(rule.status, rule.body or error.body())
+                await exchange.reply_json(rule.status, rule.body or self.kind.error_body(error))
                 return True
             elif rule.kind == "reset" and rule.after_chunks is None:
                 exchange.reset()
@@ -151,8 +184,8 @@ class Emulator:
                 exchange.breaking = rule
         return False
 
-    async def _route(self, exchange: Exchange, rules: list[FaultRule]) -> None:
-        handlers = self._routes.get(exchange.path)
+    async def _route(self, routes: Routes, exchange: Exchange, rules: list[FaultRule]) -> None:
+        handlers = routes.get(exchange.path)
         if handlers is None:
             await exchange.reply_json(404, {"detail": "Not Found"})
         elif exchange.method not in handlers:
@@ -167,7 +200,7 @@ class Emulator:
         inbox: Inbox = asyncio.Queue()
         tickets: list[Ticket] = []
         try:
-            call = read_call(_APIS[exchange.path], raw, exchange.headers, self.settings)
+            call = self.kind.read(exchange.path, raw, exchange.headers)
             self._submit(call, inbox, tickets)
         except EngineError as error:
             for ticket in tickets:
@@ -177,9 +210,9 @@ class Emulator:
             return
         watch = asyncio.get_running_loop().create_task(_tell_when_gone(exchange, inbox))
         try:
-            reply = make_reply(call, tickets, has_prompt_logprobs=self.settings.role != "decode")
+            reply = self.kind.reply(call, tickets)
             if call.is_stream:
-                await _stream(exchange, reply, inbox, len(tickets), self.settings.stream_interval)
+                await self._stream(exchange, reply, inbox, len(tickets))
             else:
                 await _whole(exchange, reply, inbox, tickets)
         finally:
@@ -194,22 +227,41 @@ class Emulator:
             self.engine.submit(ticket)
 
     def _ticket(self, call: Call, part: Part, index: int, inbox: Inbox) -> Ticket:
-        rank = self.engine.default_rank(part.room) if call.rank is None else call.rank
+        rank = self.engine.next_rank() if part.rank is None else part.rank
         interval = self.settings.stream_interval if call.is_stream else 0
         prompt = part.prompt
         job = Job(rank, prompt.tokens, part.output_tokens, prompt.blocks, interval)
+        job.role = part.role or self.engine.role
         seed = text_seed(prompt.digest, part.choice)
         ticket = Ticket(job, inbox, rid=part.rid, index=index, digest=prompt.digest, seed=seed)
-        ticket.room = part.room if part.address is not None else None
-        ticket.address = part.address
-        ticket.prefill_rank = call.prefill_rank
+        ticket.handoff = part.handoff
         ticket.stops_early = part.stops_early
         return ticket
 
-
-def _port(server: asyncio.Server) -> int:
-    port: int = server.sockets[0].getsockname()[1]
-    return port
+    async def _stream(self, exchange: Exchange, reply: Reply, inbox: Inbox, open_count: int) -> None:
+        """Write events as tokens come, until every prompt is over; the first failure ends the stream."""
+        while open_count:
+            ticket = await inbox.get()
+            if ticket is None:
+                raise Broken
+            ticket.is_posted = False
+            if ticket.error is not None:
+                if not exchange.is_started:
+                    await exchange.fail(ticket.error)
+                    return
+                await exchange.stream(self.kind.error_event(ticket.error))
+                await exchange.end()
+                return
+            chunks = []
+            for end in chunk_ends(ticket.sent_tokens, ticket.tokens, self.settings.stream_interval):
+                chunks.append(reply.chunk(ticket, ticket.sent_tokens, end))
+                ticket.sent_tokens = end
+            open_count -= ticket.is_over
+            if not open_count:
+                chunks.append(reply.tail())
+            for chunk in chunks if exchange.breaking else [b"".join(chunks)]:
+                await exchange.stream(chunk)
+        await exchange.end()
 
 
 async def _tell_when_gone(exchange: Exchange, inbox: Inbox) -> None:
@@ -217,43 +269,20 @@ async def _tell_when_gone(exchange: Exchange, inbox: Inbox) -> None:
     inbox.put_nowait(None)
 
 
-async def _stream(exchange: Exchange, reply: Reply, inbox: Inbox, open_count: int, interval: int) -> None:
-    """Write events as tokens come, until every prompt is over; the first failure ends the stream."""
-    while open_count:
-        ticket = await inbox.get()
-        if ticket is None:
-            raise Broken
-        ticket.is_posted = False
-        if ticket.error is not None:
-            if not exchange.is_started:
-                await exchange.fail(ticket.error)
-                return
-            await exchange.stream(error_event(ticket.error))
-            await exchange.end()
-            return
-        chunks = []
-        for end in chunk_ends(ticket.sent_tokens, ticket.tokens, interval):
-            chunks.append(reply.chunk(ticket, ticket.sent_tokens, end))
-            ticket.sent_tokens = end
-        open_count -= ticket.is_over
-        if not open_count:
-            chunks.append(reply.tail())
-        for chunk in chunks if exchange.breaking else [b"".join(chunks)]:
-            await exchange.stream(chunk)
-    await exchange.end()
-
-
 async def _whole(exchange: Exchange, reply: Reply, inbox: Inbox, tickets: list[Ticket]) -> None:
-    """Write one answer when every prompt is over."""
+    """Write one answer when every prompt is over, or the first failure."""
     while not all(ticket.is_over for ticket in tickets):
         ticket = await inbox.get()
         if ticket is None:
             raise Broken
         ticket.is_posted = False
         if ticket.error is not None:
-            await exchange.fail(ticket.error)
-            return
-    await exchange.reply(200, reply.whole())
+            break
+    error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
+    if error is not None:
+        await exchange.fail(error)
+    else:
+        await exchange.reply(200, reply.whole())
 
 
 @contextlib.asynccontextmanager

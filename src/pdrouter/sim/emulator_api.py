@@ -5,23 +5,15 @@ What SGLang would refuse is refused, and what it would ignore is ignored. Replie
 
 import uuid
 from collections.abc import Mapping
-from enum import StrEnum, auto
 
 import msgspec
 
+from pdrouter.sim.call import Api, Call, Part, RoomHandoff
 from pdrouter.sim.emulator_settings import MAX_ROOM, EmulatorSettings, EngineError
 from pdrouter.sim.text import Prompt, render_chat
 
 _FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's own name for "no other side" (disaggregation/utils.py)
 _DEFAULT_BOOTSTRAP_PORT = 8998
-
-
-class Api(StrEnum):
-    """Which endpoint was called."""
-
-    GENERATE = auto()
-    CHAT = auto()
-    COMPLETION = auto()
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -65,33 +57,6 @@ class Body(msgspec.Struct, frozen=True):
     decode_dp_rank: object = None
 
 
-class Part(msgspec.Struct, frozen=True):
-    """One prompt of a request, checked. ``rank`` None: the engine chooses."""
-
-    rid: str
-    prompt: Prompt
-    choice: int
-    output_tokens: int
-    stops_early: bool
-    room: int | None
-    address: tuple[str, int] | None
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A whole request, checked."""
-
-    api: Api
-    parts: list[Part]
-    is_batch: bool
-    is_stream: bool
-    include_usage: bool
-    has_logprobs: bool
-    logprob_start: int
-    rank: int | None
-    prefill_rank: int | None
-    model: str
-
-
 _decoder = msgspec.json.Decoder(Body)
 
 
@@ -115,7 +80,16 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
     limit, stops_early = _output_tokens(api, body, settings)
     rank, prefill_rank = _ranks(body, headers, settings)
     parts = [
-        Part(rids[i], kept[i // choices], i % choices, limit, stops_early, rooms[i], addresses[i]) for i in range(count)
+        Part(
+            rid=rids[i],
+            prompt=kept[i // choices],
+            choice=i % choices,
+            output_tokens=limit,
+            stops_early=stops_early,
+            rank=_own_rank(rank, rooms[i], settings),
+            handoff=_handoff(rooms[i], addresses[i], prefill_rank),
+        )
+        for i in range(count)
     ]
     start = body.logprob_start_len
     return Call(
@@ -126,8 +100,6 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         has_logprobs=_has_logprobs(api, body),
         logprob_start=max(0, start) if isinstance(start, int) else 0,
-        rank=rank,
-        prefill_rank=prefill_rank,
         model=body.model or settings.model,
     )
 
@@ -242,6 +214,10 @@ def _address(host: object, port: object) -> tuple[str, int] | None:
     return host, port
 
 
+def _handoff(room: int | None, address: tuple[str, int] | None, prefill_rank: int | None) -> RoomHandoff | None:
+    return None if room is None or address is None else RoomHandoff(room, address, prefill_rank)
+
+
 def _header_int(headers: Mapping[str, str], name: str, other: object) -> object:
     value = headers.get(name)
     if value is None:
@@ -274,6 +250,12 @@ def _ranks(body: Body, headers: Mapping[str, str], settings: EmulatorSettings) -
         text = f"data_parallel_rank={rank} out of range [0, {settings.dp_size - 1}]"
         raise EngineError(400, "rank_out_of_range", text)
     return rank, _integer("disagg_prefill_dp_rank", other) if is_decode else None
+
+
+def _own_rank(rank: int | None, room: int | None, settings: EmulatorSettings) -> int | None:
+    if rank is None and room is not None and settings.role == "prefill":
+        return room % settings.dp_size
+    return rank
 
 
 def _integer(name: str, value: object) -> int | None:

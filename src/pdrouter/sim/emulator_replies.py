@@ -1,4 +1,4 @@
-"""Replies of SGLang's inference endpoints: progress of prompts in, JSON and SSE bytes out.
+"""Replies of SGLang's inference endpoints, and what OpenAI's have in common: progress of prompts in, JSON and SSE out.
 
 Generated text is plain ASCII words and spaces, so the streamed chunks are put together from ready pieces.
 """
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdrouter.sim.emulator_api import Api, Call
-from pdrouter.sim.emulator_settings import EngineError
+from pdrouter.sim.call import Api, Call
 from pdrouter.sim.text import answer_text, token_id, token_text
 from pdrouter.sim.ticket import Ticket
 
@@ -21,11 +20,6 @@ DONE = b"data: [DONE]\n\n"
 def event(value: object) -> bytes:
     """One SSE event."""
     return b"data: " + _encode(value) + b"\n\n"
-
-
-def error_event(error: EngineError) -> bytes:
-    """Error in the middle of a stream, and its end."""
-    return event({"error": error.body()}) + DONE
 
 
 class Reply:
@@ -110,14 +104,20 @@ def _logprob(token: int) -> float:
 
 
 class OpenAiReply(Reply):
-    """What chat and text completions share."""
+    """What chat and text completions share.
+
+    ``chunk_end`` stands behind the choices of every event; ``is_end_joined``: the last text and the finish reason
+    come in one event.
+    """
 
     object_name = ""
     chunk_name = ""
+    chunk_end = ',"usage":null'
+    is_end_joined = False
 
     def __init__(self, call: Call, tickets: Sequence[Ticket], *, has_prompt_logprobs: bool) -> None:
         super().__init__(call, tickets, has_prompt_logprobs=has_prompt_logprobs)
-        self.id = tickets[0].rid
+        self.id = call.id or tickets[0].rid
         head = f'"id":{_encode(self.id).decode()},"object":"{self.chunk_name}","created":{self._created}'
         self._head = f'data: {{{head},"model":{_encode(call.model).decode()},"choices":['
 
@@ -131,8 +131,8 @@ class OpenAiReply(Reply):
                 "model": self._call.model,
                 "choices": [self._choice(ticket) for ticket in self._tickets],
                 "usage": self._usage(),
-                "metadata": {"weight_version": "default"},
             }
+            | self._extra()
         )
 
     def chunk(self, ticket: Ticket, start: int, end: int) -> bytes:
@@ -140,9 +140,11 @@ class OpenAiReply(Reply):
         parts = []
         if start == 0:
             parts.append(self._opening(ticket))
+        is_end = ticket.finish is not None and end == ticket.tokens
+        is_joined = is_end and end > start and self.is_end_joined
         if end > start:
-            parts.append(self._delta(ticket, start, end))
-        if ticket.finish is not None and end == ticket.tokens:
+            parts.append(self._delta(ticket, start, end, f'"{ticket.finish}"' if is_joined else "null"))
+        if is_end and not is_joined:
             parts.append(self._closing(ticket))
         return "".join(parts).encode()
 
@@ -154,12 +156,24 @@ class OpenAiReply(Reply):
         return f'{self._head}],"usage":{usage}}}\n\n'.encode() + DONE
 
     def _event(self, index: int, content: str, finish: str) -> str:
-        return f'{self._head}{{"index":{index},{content},"finish_reason":{finish}}}],"usage":null}}\n\n'
+        return f'{self._head}{{"index":{index},{content},"finish_reason":{finish}}}]{self.chunk_end}}}\n\n'
+
+    def _extra(self) -> dict[str, object]:
+        """Return what this engine adds to a whole answer."""
+        return {"metadata": {"weight_version": "default"}}
+
+    def _choice_extra(self) -> dict[str, object]:
+        """Return what this engine adds to a choice."""
+        return {"matched_stop": None}
+
+    def _message_extra(self) -> dict[str, object]:
+        """Return what this engine adds to a chat message."""
+        return {"reasoning_content": None, "tool_calls": None}
 
     def _opening(self, ticket: Ticket) -> str:
         raise NotImplementedError
 
-    def _delta(self, ticket: Ticket, start: int, end: int) -> str:
+    def _delta(self, ticket: Ticket, start: int, end: int, finish: str) -> str:
         raise NotImplementedError
 
     def _closing(self, ticket: Ticket) -> str:
@@ -193,12 +207,12 @@ class ChatReply(OpenAiReply):
     def _opening(self, ticket: Ticket) -> str:
         return self._event(ticket.index, '"delta":{"role":"assistant","content":""},"logprobs":null', "null")
 
-    def _delta(self, ticket: Ticket, start: int, end: int) -> str:
+    def _delta(self, ticket: Ticket, start: int, end: int, finish: str) -> str:
         text = answer_text(ticket.seed, start, end)
         logprobs = "null"
         if self._call.has_logprobs:
             logprobs = _encode(self._logprobs(ticket, start, end)).decode()
-        return self._event(ticket.index, f'"delta":{{"content":"{text}"}},"logprobs":{logprobs}', "null")
+        return self._event(ticket.index, f'"delta":{{"content":"{text}"}},"logprobs":{logprobs}', finish)
 
     def _closing(self, ticket: Ticket) -> str:
         return self._event(ticket.index, '"delta":{},"logprobs":null', f'"{ticket.finish}"')
@@ -210,12 +224,11 @@ class ChatReply(OpenAiReply):
             "message": {
                 "role": "assistant",
                 "content": answer_text(ticket.seed, 0, ticket.tokens),
-                "reasoning_content": None,
-                "tool_calls": None,
+                **self._message_extra(),
             },
             "logprobs": logprobs,
             "finish_reason": ticket.finish,
-            "matched_stop": None,
+            **self._choice_extra(),
         }
 
     def _logprobs(self, ticket: Ticket, start: int, end: int) -> dict[str, object]:
@@ -242,12 +255,12 @@ class CompletionReply(OpenAiReply):
     def _opening(self, ticket: Ticket) -> str:  # noqa: ARG002 (text completions have no opening event)
         return ""
 
-    def _delta(self, ticket: Ticket, start: int, end: int) -> str:
+    def _delta(self, ticket: Ticket, start: int, end: int, finish: str) -> str:
         text = answer_text(ticket.seed, start, end)
         logprobs = "null"
         if self._call.has_logprobs:
             logprobs = _encode(self._logprobs(ticket, start, end)).decode()
-        return self._event(ticket.index, f'"text":"{text}","logprobs":{logprobs}', "null")
+        return self._event(ticket.index, f'"text":"{text}","logprobs":{logprobs}', finish)
 
     def _closing(self, ticket: Ticket) -> str:
         return self._event(ticket.index, '"text":"","logprobs":null', f'"{ticket.finish}"')
@@ -258,7 +271,7 @@ class CompletionReply(OpenAiReply):
             "text": answer_text(ticket.seed, 0, ticket.tokens),
             "logprobs": self._logprobs(ticket, 0, ticket.tokens) if self._call.has_logprobs else None,
             "finish_reason": ticket.finish,
-            "matched_stop": None,
+            **self._choice_extra(),
         }
 
     def _logprobs(self, ticket: Ticket, start: int, end: int) -> dict[str, object]:

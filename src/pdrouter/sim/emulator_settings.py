@@ -1,5 +1,6 @@
 """Settings of an emulated engine, and the error that it answers with."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -8,6 +9,8 @@ from pdrouter.sim.profiles import DEFAULT_PROFILE, load_profile
 from pdrouter.sim.text import BYTES_PER_TOKEN
 
 MAX_ROOM = (1 << 63) - 1
+
+_VERSIONS: Mapping[str, str] = {"sglang": "0.5.23", "vllm": "0.32.0", "trtllm": "1.2.0", "openai": "1"}
 
 
 class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,10 +21,16 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     waits for KV after it has reserved room.
     ``waits_for_decode``: a prefill starts only when its decode side has reserved KV, as SGLang's bootstrap
     queue has it; else it starts at once and its KV waits in flight. ``tick_s``: timers fire no oftener, so
-    chunks of steps shorter than that leave together.
+    chunks of steps shorter than that leave together. ``bootstrap_port``: where the other side fetches KV.
+
+    vLLM: ``kv_connector`` None is nixl for prefill and decode, and none for regular engines. ``dp_start_rank``: the
+    first of its ranks, which are numbered over all servers of a deployment. ``kv_hold_timeout_s`` (engine): how long
+    an answered prefill keeps its KV, TensorRT-LLM's too. ``storage_dir``: the store of shared_storage.
+    ``tells_cached_tokens``, ``tracks_server_load``, ``takes_aborts``: what ``--enable-prompt-tokens-details``,
+    ``--enable-server-load-tracking`` and ``--tokens-only`` switch on.
     """
 
-    engine: Literal["sglang"] = "sglang"
+    engine: Literal["sglang", "vllm", "trtllm", "openai"] = "sglang"
     role: Literal["prefill", "decode", "regular"] = "regular"
     dp_size: int = 1
     profile: str = DEFAULT_PROFILE
@@ -35,22 +44,44 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int | None = None
     load_delay: float = 0.0
     faults_enabled: bool = True
-    server_version: str = "0.5.23"
+    server_version: str | None = None
     bytes_per_token: int = BYTES_PER_TOKEN
     default_output_tokens: int = 128
     handshake_timeout_s: float = 300.0
     waits_for_decode: bool = False
     tick_s: float = 0.001
+    kv_connector: Literal["nixl", "mooncake", "p2p_nccl", "shared_storage"] | None = None
+    dp_start_rank: int = 0
+    kv_hold_timeout_s: float = 480.0
+    storage_dir: str | None = None
+    tells_cached_tokens: bool = True
+    tracks_server_load: bool = False
+    takes_aborts: bool = False
 
     def __post_init__(self) -> None:
         if self.dp_size < 1 or self.speed <= 0 or self.stream_interval < 1 or self.bytes_per_token < 1:
             raise ValueError("dp_size, speed, stream_interval and bytes_per_token must be positive")
+        if self.dp_start_rank < 0:
+            raise ValueError("dp_start_rank must not be negative")
+        if self.engine == "openai" and self.role != "regular":
+            raise ValueError("an openai engine is a regular one")
+        if self.kv_connector is not None and self.engine != "vllm":
+            raise ValueError("kv_connector is vLLM's")
+        if self.kv_connector == "shared_storage" and self.storage_dir is None:
+            raise ValueError("shared_storage needs storage_dir")
+        if self.kv_connector == "p2p_nccl" and self.role == "regular":
+            raise ValueError("p2p_nccl needs a role: prefill or decode")
         load_profile(self.profile)
 
     @property
+    def version(self) -> str:
+        """Version that it says it is."""
+        return self.server_version or _VERSIONS[self.engine]
+
+    @property
     def takes_routed_fields(self) -> bool:
-        """Whether this version knows ``routed_dp_rank`` and the ``x-override-*`` headers."""
-        parts = self.server_version.split(".")[:3]
+        """Whether this version of SGLang knows ``routed_dp_rank`` and the ``x-override-*`` headers."""
+        parts = self.version.split(".")[:3]
         return [int(part) if part.isdigit() else 0 for part in parts] >= [0, 5, 10]
 
 
@@ -63,13 +94,7 @@ class EngineError(Exception):
         self.code = code
         self.message = message
 
-    def body(self) -> dict[str, object]:
-        """Error object in SGLang's shape."""
-        kind = "BadRequestError" if self.status == 400 else "InternalServerError"
-        return {
-            "object": "error",
-            "message": self.message,
-            "type": kind,
-            "param": None,
-            "code": self.status,
-        }
+    @property
+    def kind(self) -> str:
+        """Name of the kind of error, as OpenAI-like servers tell it."""
+        return "BadRequestError" if self.status == 400 else "InternalServerError"

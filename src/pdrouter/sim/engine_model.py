@@ -6,6 +6,7 @@ events are one arithmetic step: while a batch doesn't change, step ``i`` takes `
 Timing: ``profiles.py``; queues and KV: ``engine_rank.py``.
 """
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, sqrt
@@ -31,13 +32,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Stretch:
     """Steps under way that can be told in advance: step ``i`` (from 0) takes ``first_s + i * slope_s``."""
 
-    __slots__ = ("first_s", "slope_s", "start_s", "steps")
+    __slots__ = ("first_s", "over_s", "slope_s", "start_s", "steps")
 
     def __init__(self, start_s: float, steps: int, first_s: float, slope_s: float) -> None:
         self.start_s = start_s
         self.steps = steps
         self.first_s = first_s
         self.slope_s = slope_s
+        self.over_s = self.end_s(steps)
 
     def end_s(self, steps: int) -> float:
         return self.start_s + steps * self.first_s + self.slope_s * (steps * (steps - 1) / 2)
@@ -60,12 +62,21 @@ class _Stretch:
         self.first_s += steps * self.slope_s
         self.steps -= steps
 
+    def cut(self) -> None:
+        """Let the step under way be the last."""
+        self.steps = 1
+        self.over_s = self.end_s(1)
+
 
 class _Group:
-    """Ranks that step together: one rank alone, or all ranks of an engine with DP attention."""
+    """Ranks that step together: one rank alone, or all ranks of an engine with DP attention.
+
+    ``due_s`` is when it has something to do, infinite if it is idle.
+    """
 
     def __init__(self, ranks: list[Rank], profile: Profile, *, is_split: bool) -> None:
         self.ranks = ranks
+        self.due_s = inf
         self._profile = profile
         self._split = profile.dp_split if is_split else None
         self._stretch: _Stretch | None = None
@@ -73,46 +84,41 @@ class _Group:
         self._order = count()
 
     @property
-    def next_event_s(self) -> float:
-        step_s = self._stretch.end_s(self._stretch.steps) if self._stretch else inf
-        return min(step_s, self._moves[0][0]) if self._moves else step_s
+    def step_s(self) -> float:
+        return self._stretch.first_s if self._stretch else 0.0
 
     def rank_of(self, job: Job) -> Rank:
         return self.ranks[job.rank - self.ranks[0].index]
 
     def move(self, job: Job, at_s: float) -> None:
         heappush(self._moves, (at_s, next(self._order), job))
+        self._look_ahead()
 
     def advance(self, now_s: float, events: list[Event]) -> None:
         """Let time pass up to and including ``now_s``, so far as it causes events."""
-        while True:
-            stretch = self._stretch
-            step_s = stretch.end_s(stretch.steps) if stretch else inf
-            move_s = self._moves[0][0] if self._moves else inf
-            if min(step_s, move_s) > now_s:
-                break
-            if move_s <= step_s:
-                self._arrive(heappop(self._moves)[2], move_s, events)
-            elif stretch:
-                self._apply(stretch, stretch.steps, step_s, events)
-                self._plan(step_s, events)
+        while self.due_s <= now_s:
+            stretch, moves = self._stretch, self._moves
+            if stretch is None or (moves and moves[0][0] <= stretch.over_s):
+                move_s, _, job = heappop(moves)
+                self._arrive(job, move_s, events)
+            else:
+                over_s = stretch.over_s
+                self._apply(stretch, stretch.steps, over_s, events)
+                self._plan(over_s, events)
+            self._look_ahead()
 
-    def changed(self, at_s: float, events: list[Event]) -> None:
-        """Act on changed queues: at once if idle, else when the step under way is over."""
+    def changed(self, at_s: float, events: list[Event], *, is_batch: bool) -> None:
+        """Act on changed queues, and on a batch that lost a job: at once if idle, else when the step is over."""
         for rank in self.ranks:
-            rank.reserve(at_s, events)
+            if rank.prealloc:
+                rank.reserve(at_s, events)
+            is_batch = is_batch or rank.has_joiners
         if self._stretch is None:
             self._plan(at_s, events)
-        else:
+        elif is_batch and self._stretch.steps > 1:
             self.catch_up(at_s, events)
-            self._stretch.steps = 1
-
-    def _arrive(self, job: Job, at_s: float, events: list[Event]) -> None:
-        if job.phase is not Phase.TRANSFER:
-            return
-        self.rank_of(job).receive(job)
-        events.append(Event(EventKind.TRANSFERRED, job, at_s, 0))
-        self.changed(at_s, events)
+            self._stretch.cut()
+        self._look_ahead()
 
     def catch_up(self, now_s: float, events: list[Event]) -> None:
         """Count the steps that are over in the middle of a stretch."""
@@ -121,6 +127,16 @@ class _Group:
             steps = stretch.steps_by(now_s)
             if steps:
                 self._apply(stretch, steps, stretch.end_s(steps), events)
+
+    def _look_ahead(self) -> None:
+        due_s = self._stretch.over_s if self._stretch else inf
+        self.due_s = min(due_s, self._moves[0][0]) if self._moves else due_s
+
+    def _arrive(self, job: Job, at_s: float, events: list[Event]) -> None:
+        if job.phase is Phase.TRANSFER:
+            self.rank_of(job).receive(job)
+            events.append(Event(EventKind.TRANSFERRED, job, at_s, 0))
+            self.changed(at_s, events, is_batch=True)
 
     def _apply(self, stretch: _Stretch, steps: int, at_s: float, events: list[Event]) -> None:
         stretch.drop(steps)
@@ -134,37 +150,55 @@ class _Group:
     def _plan(self, at_s: float, events: list[Event]) -> None:
         prefilling, decoding = [], []
         for rank in self.ranks:
-            rank.join_ready(at_s, events)
-            rank.reserve(at_s, events)
+            if rank.ready:
+                rank.join_ready(at_s, events)
+            if rank.prealloc:
+                rank.reserve(at_s, events)
             if rank.plan_prefill():
                 prefilling.append(rank)
             elif rank.running_count:
                 decoding.append(rank)
-        if not prefilling and not decoding:
-            self._stretch = None
-        elif self._split is not None:
-            self._stretch = _Stretch(at_s, 1, self._split_step_ms(prefilling, decoding) / 1000, 0.0)
-        elif prefilling:
-            step_ms = prefilling[0].prefill_batch_ms(self._profile.prefill)
+        if prefilling:
+            step_ms = self._prefill_step_ms(prefilling, decoding)
             self._stretch = _Stretch(at_s, 1, step_ms / 1000, 0.0)
+        elif decoding:
+            self._stretch = self._decode_stretch(at_s, decoding)
         else:
-            rank, curve = decoding[0], self._profile.decode
-            slope_s = curve.b2 * rank.running_count / 1000
-            self._stretch = _Stretch(at_s, rank.steps_until_due(), rank.decode_step_ms(curve) / 1000, slope_s)
+            self._stretch = None
 
-    def _split_step_ms(self, prefilling: list[Rank], decoding: list[Rank]) -> float:
+    def _prefill_step_ms(self, prefilling: list[Rank], decoding: list[Rank]) -> float:
         # Where some ranks prefill and others decode, the slowest local part leads, and the experts see all.
         split = self._split
-        assert split is not None  # noqa: S101 (narrows the type)
+        if split is None:
+            return prefilling[0].prefill_batch_ms(self._profile.prefill)
         local_ms = max(
             [rank.prefill_batch_ms(split.prefill_local) for rank in prefilling]
             + [rank.decode_step_ms(split.decode_local) for rank in decoding]
         )
-        requests = sum(rank.running_count for rank in decoding)
-        if not prefilling:
-            return local_ms + split.decode_moe.step_ms(requests)
         tokens = sum(new for rank in prefilling for _, new in rank.batch)
-        return local_ms + split.prefill_moe.step_ms(tokens + requests)
+        return local_ms + split.prefill_moe.step_ms(tokens + sum(rank.running_count for rank in decoding))
+
+    def _decode_stretch(self, at_s: float, decoding: list[Rank]) -> _Stretch:
+        """Return the steps up to the first that changes a batch, or that another rank is the slowest in."""
+        split = self._split
+        curve = self._profile.decode if split is None else split.decode_local
+        if len(decoding) == 1 or split is None:
+            rank = decoding[0]
+            first_ms, slope_ms, steps = (
+                rank.decode_step_ms(curve),
+                curve.b2 * rank.running_count,
+                rank.steps_until_due(),
+            )
+        else:
+            first_ms, slope_ms = max((r.decode_step_ms(curve), curve.b2 * r.running_count) for r in decoding)
+            steps = min(rank.steps_until_due() for rank in decoding)
+            for rank in decoding:
+                gain_ms = curve.b2 * rank.running_count - slope_ms
+                if gain_ms > 0:
+                    steps = min(steps, 1 + int((first_ms - rank.decode_step_ms(curve)) / gain_ms))
+        if split is not None:
+            first_ms += split.decode_moe.step_ms(sum(rank.running_count for rank in decoding))
+        return _Stretch(at_s, steps, first_ms / 1000, slope_ms / 1000)
 
 
 class EngineModel:
@@ -177,7 +211,6 @@ class EngineModel:
         ranks = [
             Rank(
                 index,
-                settings.role,
                 capacity_tokens=settings.kv_capacity_tokens,
                 max_batch=profile.max_batch,
                 chunk_tokens=profile.prefill_chunk_tokens,
@@ -194,44 +227,51 @@ class EngineModel:
     @property
     def next_event_s(self) -> float:
         """When ``advance`` has something to do: in the past if events are waiting, infinite if idle."""
-        return -inf if self._events else min([group.next_event_s for group in self._groups])
+        if self._events:
+            return -inf
+        groups = self._groups
+        return groups[0].due_s if len(groups) == 1 else min([group.due_s for group in groups])
 
     def fits(self, job: Job) -> bool:
         """Whether the job can ever run here."""
-        answer = 0 if self.settings.role is Role.PREFILL else job.output_tokens
+        answer = 0 if (job.role or self.settings.role) is Role.PREFILL else job.output_tokens
         return job.prompt_tokens + answer <= self.settings.kv_capacity_tokens
 
     def submit(self, job: Job, now_s: float) -> None:
         """Take in a job at the rank it names."""
-        group = self._at(job, now_s)
+        group = self._group_of[job.rank]
+        group.advance(now_s, self._events)
         phase = Phase.WAITING
-        if self.settings.role is Role.DECODE:
+        if job.role is None:
+            job.role = self.settings.role
+        if job.role is Role.DECODE:
             phase = Phase.PREALLOC
-        elif self.settings.role is Role.PREFILL and self.settings.waits_for_decode:
+        elif job.role is Role.PREFILL and self.settings.waits_for_decode:
             phase = Phase.BOOTSTRAP
         group.rank_of(job).enqueue(job, phase)
         if phase is not Phase.BOOTSTRAP:
-            group.changed(now_s, self._events)
+            group.changed(now_s, self._events, is_batch=False)
 
     def meet(self, job: Job, now_s: float) -> None:
         """Prefill: the decode side of this job has reserved its KV."""
         if job.phase is Phase.BOOTSTRAP:
             group = self._at(job, now_s)
             group.rank_of(job).leave_bootstrap(job)
-            group.changed(now_s, self._events)
+            group.changed(now_s, self._events, is_batch=False)
 
     def start_transfer(self, job: Job, now_s: float) -> None:
         """Decode: the prefill side has the KV; it begins to move."""
         if job.phase is Phase.TRANSFER:
             transfer_s = self.settings.profile.transfer_ms(job.prompt_tokens) / 1000
-            self._at(job, now_s).move(job, now_s + transfer_s)
+            self._group_of[job.rank].move(job, now_s + transfer_s)
 
     def release(self, job: Job, now_s: float) -> None:
         """Free all that the job holds: its KV is needed no more, or its caller has gone."""
         group = self._at(job, now_s)
         if job.is_live:
+            is_batch = job.phase is Phase.RUNNING
             group.rank_of(job).remove(job)
-            group.changed(now_s, self._events)
+            group.changed(now_s, self._events, is_batch=is_batch)
 
     def advance(self, now_s: float) -> list[Event]:
         """Let time pass; returns what happened since the last call, in order per group of ranks."""
@@ -244,11 +284,26 @@ class EngineModel:
         """Tokens of a running job's answer."""
         return self._at(job, now_s).rank_of(job).generated(job)
 
-    def loads(self, now_s: float) -> list[RankLoad]:
-        """Load of each rank."""
+    @property
+    def step_s(self) -> float:
+        """Time of the step under way, of the first that is; 0 if idle."""
+        return next((group.step_s for group in self._groups if group.step_s), 0.0)
+
+    def catch_up(self, now_s: float) -> None:
+        """Count all steps that are over."""
         for group in self._groups:
             group.advance(now_s, self._events)
             group.catch_up(now_s, self._events)
+
+    def generated_by(self, jobs: Sequence[Job], now_s: float) -> list[int]:
+        """Tokens of the answers of running jobs, as ``generated`` tells them one by one."""
+        self.catch_up(now_s)
+        ranks = self._ranks
+        return [ranks[job.rank].generated(job) for job in jobs]
+
+    def loads(self, now_s: float) -> list[RankLoad]:
+        """Load of each rank."""
+        self.catch_up(now_s)
         return [rank.load() for rank in self._ranks]
 
     def flush(self) -> None:

@@ -23,7 +23,6 @@ class Rank:
     def __init__(
         self,
         index: int,
-        role: Role,
         *,
         capacity_tokens: int,
         max_batch: int,
@@ -31,7 +30,6 @@ class Rank:
         block_tokens: int,
     ) -> None:
         self.index = index
-        self.role = role
         self.capacity_tokens = capacity_tokens
         self.max_batch = max_batch
         self.chunk_tokens = chunk_tokens
@@ -109,6 +107,11 @@ class Rank:
         if job_queue is not None:
             job_queue.remove(job)
         self._free(job)
+
+    @property
+    def has_joiners(self) -> bool:
+        """Whether somebody may join the batch at the next step."""
+        return bool(self.ready) or (bool(self.waiting) and not self._is_blocked)
 
     def generated(self, job: Job) -> int:
         """Tokens of the answer so far."""
@@ -238,14 +241,15 @@ class Rank:
     def _admit(self, batch_count: int) -> Job | None:
         if not self.waiting or self._is_blocked:
             return None
-        if self.role is Role.REGULAR and self.running_count + batch_count >= self.max_batch:
-            return None
         job = self.waiting[0]
+        is_regular = job.role is Role.REGULAR
+        if is_regular and self.running_count + batch_count >= self.max_batch:
+            return None
         pinned = self.cache.match(job.blocks, self._match_limit(job))
         cached = pinned * self.cache.block_tokens
         prefix = job.blocks[:pinned]
         self.cache.pin(prefix)
-        answer = job.output_tokens if self.role is Role.REGULAR else 0
+        answer = job.output_tokens if is_regular else 0
         need = job.prompt_tokens - cached + answer
         if not self._take(need):
             self.cache.unpin(prefix)
@@ -288,7 +292,7 @@ class Rank:
             if job.done_tokens < job.prompt_tokens:
                 continue
             self._share(job)
-            if self.role is Role.REGULAR:
+            if job.role is Role.REGULAR:
                 self._join(job, at_s, events)
             else:
                 job.phase = Phase.INFLIGHT

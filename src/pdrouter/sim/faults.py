@@ -4,6 +4,7 @@
 with ``path``, ``times`` times at most (null: always).
 """
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -29,15 +30,15 @@ class FaultRule(msgspec.Struct, kw_only=True):
 
 
 LOAD_KINDS = frozenset({"no_load", "late_load", "bad_load"})
-LOAD_PATHS = frozenset({"/v1/loads", "/get_load"})
 
 _decoder = msgspec.json.Decoder(list[FaultRule])
 
 
 class Faults:
-    """The rules in force."""
+    """The rules in force. ``load_paths``: where the faults of load reports hit."""
 
-    def __init__(self) -> None:
+    def __init__(self, load_paths: Collection[str]) -> None:
+        self._load_paths = load_paths
         self.rules: list[FaultRule] = []
 
     def add(self, raw: bytes) -> None:
@@ -63,8 +64,7 @@ class Faults:
         """How old loads must be kept for."""
         return max([rule.seconds for rule in self.rules if rule.kind == "late_load"], default=0.0)
 
-    @staticmethod
-    def _is_for(rule: FaultRule, path: str) -> bool:
+    def _is_for(self, rule: FaultRule, path: str) -> bool:
         if rule.kind in LOAD_KINDS:
-            return path in LOAD_PATHS
+            return path in self._load_paths
         return path.startswith(rule.path) and not path.startswith("/_")

@@ -88,8 +88,11 @@ class KvConnection(asyncio.Protocol):
 class PrefillLeg(Protocol):
     """What the rooms must know of a prefill request."""
 
-    room: int | None
     digest: int
+
+    @property
+    def room(self) -> int | None:
+        """Where the legs meet."""
 
     @property
     def rank(self) -> int:

@@ -27,7 +27,7 @@ class Broken(Exception):
 
 
 class Exchange:
-    """One request and its reply. ``transport`` finds the connection of this request."""
+    """One request and its reply. ``transport`` finds the connection of this request, ``error_body`` shapes errors."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Exchange:
         receive: "ASGIReceiveCallable",
         send: "ASGISendCallable",
         transport: Callable[[], asyncio.Transport | None],
+        error_body: Callable[[EngineError], object],
     ) -> None:
         self.method = scope["method"]
         self.path = scope["path"]
@@ -46,6 +47,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._transport = transport
+        self._error_body = error_body
 
     async def read(self) -> bytes:
         """Whole body."""
@@ -75,7 +77,7 @@ class Exchange:
 
     async def fail(self, error: EngineError) -> None:
         """Answer with an error object."""
-        await self.reply_json(error.status, error.body())
+        await self.reply_json(error.status, self._error_body(error))
 
     async def stream(self, chunk: bytes) -> None:
         """Write a piece of an event stream, the head before the first."""

@@ -49,7 +49,8 @@ class EventKind(StrEnum):
 class Job:
     """One prompt on one rank. ``interval`` is tokens per streamed chunk, 0 if only the end matters.
 
-    ``blocks`` are the chained hashes of the prompt's full blocks (``text.Prompt``).
+    ``blocks`` are the chained hashes of the prompt's full blocks (``text.Prompt``). ``role``: what the engine does
+    for it; None: the engine's own role.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Job:
         "prompt_tokens",
         "rank",
         "reserved_tokens",
+        "role",
         "waiting_tokens",
     )
 
@@ -74,6 +76,7 @@ class Job:
         self.output_tokens = output_tokens
         self.blocks = blocks
         self.interval = interval
+        self.role: Role | None = None
         self.phase = Phase.NEW
         self.cached_tokens = 0
         self.done_tokens = 0  # of the prompt, cached ones included

@@ -1,18 +1,20 @@
-"""Drives the engine model in real time and joins it with the handshake: requests in, progress out.
+"""Drives the engine model in real time for a handshake: requests in, progress out.
 
-Knows tickets, timers and rooms, but no HTTP. One timer serves all ranks. The model's clock is the event
-loop's, times ``speed``.
+Knows tickets and timers, but no HTTP and no kind of engine: what legs do is the ``Handshake``'s. One timer serves
+all ranks. The model's clock is the event loop's, times ``speed``.
 """
 
 import asyncio
 import sys
 from collections import Counter, deque
+from collections.abc import Callable
 from math import inf
 
+from pdrouter.sim.call import RoomHandoff
+from pdrouter.sim.emulator_kind import Handshake
 from pdrouter.sim.emulator_settings import EmulatorSettings, EngineError
 from pdrouter.sim.engine_model import EngineModel, ModelSettings
-from pdrouter.sim.handshake import DecodeLinks, KvMessage, PrefillRooms, RoomBook
-from pdrouter.sim.job import Event, EventKind, Job, Phase, RankLoad, Role
+from pdrouter.sim.job import Event, EventKind, Job, RankLoad, Role
 from pdrouter.sim.profiles import load_profile
 from pdrouter.sim.text import BLOCK_TOKENS
 from pdrouter.sim.ticket import EngineSnapshot, Received, Ticket
@@ -24,7 +26,7 @@ _RECEIVED_KEPT = 1000
 class LiveEngine:
     """An engine without HTTP. Must be made and used inside a running event loop."""
 
-    def __init__(self, settings: EmulatorSettings) -> None:
+    def __init__(self, settings: EmulatorSettings, new_handshake: Callable[["LiveEngine"], Handshake]) -> None:
         profile = load_profile(settings.profile)
         role = Role(settings.role)
         self.settings = settings
@@ -45,13 +47,10 @@ class LiveEngine:
         self.error_messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
         self.received: deque[Received] = deque(maxlen=_RECEIVED_KEPT)
         self.requests_by_rank = [0] * settings.dp_size
-        self.rooms: PrefillRooms[Ticket] = PrefillRooms(
-            settings.dp_size, on_met=self._met, on_done=self._sent, on_failed=self._refused
-        )
-        self._links = DecodeLinks(on_ready=self._ready, on_failed=self._link_failed)
-        self._decode_book = RoomBook()
-        self._decode_rooms: dict[int, Ticket] = {}
+        self.stranded_requests = 0
+        self.recomputed_requests = 0
         self._tickets: dict[Job, Ticket] = {}
+        self._held: dict[Job, Ticket] = {}
         self._loop = asyncio.get_running_loop()
         self._start_s = self._loop.time()
         self._pumped_s = -inf
@@ -59,15 +58,14 @@ class LiveEngine:
         self._timer_s = inf
         self._is_pumping = False
         self._next_rank = 0
+        self.handshake = new_handshake(self)
 
     def now_s(self) -> float:
         """Engine time."""
         return (self._loop.time() - self._start_s) * self.settings.speed
 
-    def default_rank(self, room: int | None) -> int:
-        """Rank of a request that names none: by room on the prefill side, else in turn."""
-        if self.role is Role.PREFILL and room is not None:
-            return room % self.settings.dp_size
+    def next_rank(self) -> int:
+        """Rank of a request that names none: in turn."""
         rank = self._next_rank
         self._next_rank = (rank + 1) % self.settings.dp_size
         return rank
@@ -82,15 +80,14 @@ class LiveEngine:
                 f"Input length ({job.prompt_tokens} tokens) and answer ({job.output_tokens}) exceed the "
                 f"maximum allowed length ({self.kv_capacity_tokens} tokens)"
             )
+            self.handshake.refused(ticket)
             raise EngineError(400, "too_long", text)
-        if ticket.room is not None:
-            self._open_room(ticket, ticket.room)
+        self.handshake.opened(ticket)
         ticket.created_s = self._loop.time()
         self._tickets[job] = ticket
         self._count(ticket)
         self.model.submit(job, self.now_s())
-        if ticket.room is not None and self.role is Role.PREFILL:
-            self.rooms.meet(ticket)
+        self.handshake.submitted(ticket)
         self._pump()
 
     def abort(self, ticket: Ticket) -> None:
@@ -133,68 +130,138 @@ class LiveEngine:
             ranks=self.loads(),
             requests=len(self._tickets),
             requests_by_rank=list(self.requests_by_rank),
-            rooms=self.rooms.live() + list(self._decode_rooms),
-            wanted_rooms=self.rooms.wanted(),
+            rooms=self.handshake.rooms(),
+            wanted_rooms=self.handshake.wanted_rooms(),
             errors=dict(self.errors),
             error_messages=list(self.error_messages),
             total_requests=sum(self.requests_by_rank),
+            held_requests=len(self._held),
+            stranded_requests=self.stranded_requests,
+            recomputed_requests=self.recomputed_requests,
         )
 
     async def shut(self) -> None:
         """End timers and connections."""
         for ticket in list(self._tickets.values()):
             self.abort(ticket)
+        for ticket in list(self._held.values()):
+            self.let_go(ticket)
         if self._timer is not None:
             self._timer.cancel()
-        self.rooms.shut()
-        await self._links.shut()
-
-    def _open_room(self, ticket: Ticket, room: int) -> None:
-        if self.role is Role.PREFILL:
-            self.rooms.open(ticket)
-            if self.settings.waits_for_decode:
-                self._expect_other_leg(ticket)
-        else:
-            self._decode_book.add(room)
-            self._decode_rooms[room] = ticket
-            if ticket.address is not None:
-                self._links.open(ticket.address, room)
-
-    def _expect_other_leg(self, ticket: Ticket) -> None:
-        timeout_s = self.settings.handshake_timeout_s / self.settings.speed
-        ticket.timeout = self._loop.call_later(timeout_s, self._timed_out, ticket)
+        await self.handshake.shut()
 
     def _count(self, ticket: Ticket) -> None:
-        job = ticket.job
+        job, handoff = ticket.job, ticket.handoff
         self.requests_by_rank[job.rank] += 1
+        prefill_rank = handoff.prefill_rank if isinstance(handoff, RoomHandoff) else None
         self.received.append(
-            Received(ticket.rid, job.rank, ticket.prefill_rank, ticket.room, job.prompt_tokens, job.output_tokens)
+            Received(
+                ticket.rid,
+                job.rank,
+                job.role or self.role,
+                prefill_rank,
+                ticket.room,
+                job.prompt_tokens,
+                job.output_tokens,
+            )
         )
 
     def _close(self, ticket: Ticket) -> None:
-        self._tickets.pop(ticket.job, None)
-        if ticket.timeout is not None:
-            ticket.timeout.cancel()
-        if ticket.room is not None:
-            if self.role is Role.PREFILL:
-                self.rooms.close(ticket)
-            elif self._decode_rooms.pop(ticket.room, None) is not None:
-                if ticket.job.phase in {Phase.PREALLOC, Phase.TRANSFER}:
-                    self._links.send(KvMessage("drop", ticket.room))
-                self._links.close(ticket.room)
+        del self._tickets[ticket.job]
+        self._stop_clock(ticket)
+        self.handshake.closed(ticket)
         self.model.release(ticket.job, self.now_s())
         ticket.post()
 
-    def _fail(self, ticket: Ticket, error: EngineError) -> None:
-        if self._tickets.get(ticket.job) is ticket:
+    @property
+    def live_requests(self) -> int:
+        """Prompts that are not answered yet."""
+        return len(self._tickets)
+
+    # For handshakes.
+
+    def is_live(self, ticket: Ticket) -> bool:
+        """Whether its request is still here."""
+        return self._tickets.get(ticket.job) is ticket
+
+    def expect(self, ticket: Ticket, timeout_s: float, on_timeout: Callable[[Ticket], None]) -> None:
+        """Call back unless something happens to the prompt within ``timeout_s`` of engine time."""
+        self._stop_clock(ticket)
+        ticket.timeout = self._loop.call_later(timeout_s / self.settings.speed, on_timeout, ticket)
+
+    def expected(self, ticket: Ticket) -> None:
+        """Take note that what was expected has come."""
+        self._stop_clock(ticket)
+
+    def meet(self, ticket: Ticket) -> None:
+        """Prefill: let a prompt in that waited for its decode side."""
+        self.model.meet(ticket.job, self.now_s())
+        self._pump()
+
+    def start_transfer(self, ticket: Ticket) -> None:
+        """Decode: let the KV of a reserved prompt begin to move."""
+        self.model.start_transfer(ticket.job, self.now_s())
+        self._pump()
+
+    def recompute(self, ticket: Ticket) -> None:
+        """Decode: give up on the KV of a prefill side and read the prompt here, as a new job of the same rank."""
+        if not self.is_live(ticket):
+            return
+        old = ticket.job
+        self._stop_clock(ticket)
+        del self._tickets[old]
+        self.model.release(old, self.now_s())
+        job = Job(old.rank, old.prompt_tokens, old.output_tokens, old.blocks, old.interval)
+        job.role = Role.REGULAR
+        ticket.job = job
+        self._tickets[job] = ticket
+        self.recomputed_requests += 1
+        self.model.submit(job, self.now_s())
+        self._pump()
+
+    def finish(self, ticket: Ticket) -> None:
+        """End a prompt well."""
+        if self.is_live(ticket):
+            self._finish(ticket)
+            self._pump()
+
+    def hold(self, ticket: Ticket, timeout_s: float, on_let_go: Callable[[Ticket], None]) -> None:
+        """Prefill: answer the request, and keep its KV until ``let_go``; after ``timeout_s`` it counts as stranded."""
+        del self._tickets[ticket.job]
+        self._held[ticket.job] = ticket
+        ticket.finish = _finish_reason(ticket)
+        ticket.post()
+
+        def strand(ticket: Ticket) -> None:
+            self.stranded_requests += 1
+            self.let_go(ticket)
+            on_let_go(ticket)
+
+        self.expect(ticket, timeout_s, strand)
+
+    def let_go(self, ticket: Ticket) -> None:
+        """Prefill: free the KV of a held prompt."""
+        if self._held.pop(ticket.job, None) is not None:
+            self._stop_clock(ticket)
+            self.model.release(ticket.job, self.now_s())
+            self._pump()
+
+    def fail(self, ticket: Ticket, error: EngineError) -> None:
+        """End a prompt with an error."""
+        if self.is_live(ticket):
             ticket.error = error
             self._close(ticket)
             self._pump()
 
-    def _timed_out(self, ticket: Ticket) -> None:
-        error = EngineError(500, "handshake_timeout", f"KV transfer of room {ticket.room} timed out")
-        self.count_error(error)
-        self._fail(ticket, error)
+    def _finish(self, ticket: Ticket) -> None:
+        ticket.finish = _finish_reason(ticket)
+        self._close(ticket)
+
+    @staticmethod
+    def _stop_clock(ticket: Ticket) -> None:
+        if ticket.timeout is not None:
+            ticket.timeout.cancel()
+            ticket.timeout = None
 
     # Time.
 
@@ -240,63 +307,18 @@ class LiveEngine:
         elif event.kind is EventKind.FINISHED:
             self._finish(ticket)
         elif event.kind is EventKind.PREFILLED:
-            if ticket.room is None:
+            if ticket.handoff is None:
                 self._finish(ticket)
             else:
-                if ticket.timeout is None:
-                    self._expect_other_leg(ticket)
-                self.rooms.prefilled(ticket)
+                self.handshake.prefilled(ticket)
         elif event.kind is EventKind.RESERVED:
-            self._want(ticket)
-        else:
-            self._kv_received(ticket)
+            if ticket.handoff is None:
+                self.model.start_transfer(ticket.job, self.now_s())
+            else:
+                self.handshake.reserved(ticket)
+        elif ticket.handoff is not None:
+            self.handshake.received(ticket)
 
-    def _finish(self, ticket: Ticket) -> None:
-        ticket.finish = "stop" if ticket.stops_early else "length"
-        self._close(ticket)
 
-    # Handshake, decode side.
-
-    def _want(self, ticket: Ticket) -> None:
-        if ticket.room is None or ticket.address is None:
-            self.model.start_transfer(ticket.job, self.now_s())
-        else:
-            self._expect_other_leg(ticket)
-            self._links.send(KvMessage("want", ticket.room, ticket.prefill_rank, ticket.digest))
-
-    def _ready(self, message: KvMessage) -> None:
-        ticket = self._decode_rooms.get(message.room)
-        if ticket is not None:
-            ticket.remote_cached_tokens = message.cached_tokens
-            self.model.start_transfer(ticket.job, self.now_s())
-            self._pump()
-
-    def _kv_received(self, ticket: Ticket) -> None:
-        if ticket.timeout is not None:
-            ticket.timeout.cancel()
-        if ticket.room is not None:
-            self._links.send(KvMessage("done", ticket.room))
-
-    def _link_failed(self, room: int, error: EngineError) -> None:
-        ticket = self._decode_rooms.get(room)
-        if ticket is not None:
-            self.count_error(error)
-            self._fail(ticket, error)
-
-    # Handshake, prefill side.
-
-    def _met(self, ticket: Ticket) -> None:
-        if ticket.timeout is not None and ticket.job.phase is Phase.BOOTSTRAP:
-            ticket.timeout.cancel()
-            ticket.timeout = None
-        self.model.meet(ticket.job, self.now_s())
-        self._pump()
-
-    def _sent(self, ticket: Ticket) -> None:
-        self._finish(ticket)
-        self._pump()
-
-    def _refused(self, ticket: Ticket | None, error: EngineError) -> None:
-        self.count_error(error)
-        if ticket is not None:
-            self._fail(ticket, error)
+def _finish_reason(ticket: Ticket) -> str:
+    return "stop" if ticket.stops_early else "length"

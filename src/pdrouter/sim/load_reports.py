@@ -1,13 +1,9 @@
-"""Load reports of an emulated engine: ``/v1/loads``, ``/get_load``, ``/metrics``; exact, or as old as asked for.
+"""Load reports of an emulated SGLang: ``/v1/loads``, ``/get_load``, ``/metrics``; exact, or as old as asked for.
 
 Field names are those of SGLang 0.5. Rates are told in real time, as a caller sees them.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Collection
-from datetime import UTC, datetime
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,48 +12,23 @@ from prometheus_client.registry import Collector
 from pdrouter.sim.faults import FaultRule
 from pdrouter.sim.job import RankLoad
 from pdrouter.sim.live_engine import LiveEngine
-
-_SAMPLES_PER_AGE = 20
-_SHORTEST_SAMPLE_S = 0.005
-_REPLAY_SLACK = 2
-
-
-class _Sample(NamedTuple):
-    at_s: float
-    wall: datetime
-    loads: list[RankLoad]
+from pdrouter.sim.load_samples import LoadSamples
 
 
 class LoadReports:
-    """Reports of one engine. ``delay_s``: age of what is told, with a truthful time stamp."""
+    """Reports of one engine."""
 
-    def __init__(self, engine: LiveEngine, delay_s: float) -> None:
+    def __init__(self, engine: LiveEngine, samples: LoadSamples) -> None:
         self._engine = engine
-        self._delay_s = delay_s
-        self._age_s = 0.0
-        self._samples: deque[_Sample] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-        self.keep(0.0)
-
-    def keep(self, age_s: float) -> None:
-        """Keep samples for reports of this age, and for the age that is set."""
-        self._age_s = max(age_s, self._delay_s)
-        if self._age_s > 0 and self._timer is None:
-            self._sample()
-
-    def shut(self) -> None:
-        """End the sampling."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._samples = samples
 
     def v1(self, include: Collection[str], rules: list[FaultRule]) -> dict[str, object]:
         """Reply of ``/v1/loads`` with the sections asked for (none named: all)."""
-        sample = self._told(rules)
+        sample = self._samples.told(rules)
         loads = [self._v1_rank(load, include) for load in sample.loads]
         return {
             "timestamp": sample.wall.isoformat(),
-            "version": self._engine.settings.server_version,
+            "version": self._engine.settings.version,
             "dp_rank_count": len(loads),
             "loads": _spoil(loads, rules),
         }
@@ -71,7 +42,7 @@ class LoadReports:
                 "num_waiting_reqs": _queued(load),
                 "num_tokens": load.total_tokens,
             }
-            for load in self._told(rules).loads
+            for load in self._samples.told(rules).loads
         ]
         return _spoil(loads, rules)
 
@@ -80,31 +51,6 @@ class LoadReports:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Metrics(self._engine))
         return generate_latest(registry)
-
-    def _now(self) -> _Sample:
-        return _Sample(self._loop.time(), datetime.now(UTC), self._engine.loads())
-
-    def _sample(self) -> None:
-        now = self._now()
-        self._samples.append(now)
-        while self._samples and self._samples[0].at_s < now.at_s - _REPLAY_SLACK * self._age_s:
-            self._samples.popleft()
-        if self._age_s > 0:
-            wait_s = max(_SHORTEST_SAMPLE_S, self._age_s / _SAMPLES_PER_AGE)
-            self._timer = self._loop.call_later(wait_s, self._sample)
-        else:
-            self._timer = None
-
-    def _told(self, rules: list[FaultRule]) -> _Sample:
-        age_s = max([rule.seconds for rule in rules if rule.kind == "late_load"], default=self._delay_s)
-        if age_s <= 0 or not self._samples:
-            return self._now()
-        told = self._samples[0]
-        for sample in self._samples:
-            if sample.at_s > self._loop.time() - age_s:
-                break
-            told = sample
-        return told
 
     def _v1_rank(self, load: RankLoad, include: Collection[str]) -> dict[str, object]:
         engine = self._engine

@@ -4,29 +4,34 @@ import asyncio
 
 import msgspec
 
+from pdrouter.sim.call import Handoff, RoomHandoff
 from pdrouter.sim.emulator_settings import EngineError
-from pdrouter.sim.job import Job, RankLoad
+from pdrouter.sim.job import Job, RankLoad, Role
 
 Inbox = asyncio.Queue["Ticket | None"]
 
 
 class Ticket:
-    """One prompt of a request on its way through the engine. News about it go to the request's ``inbox``."""
+    """One prompt of a request on its way through the engine. News about it go to the request's ``inbox``.
+
+    ``handoff``: what the request says of the other leg; ``handover``: what the answer tells it. ``external_tokens``:
+    those of the prompt whose KV came from another engine.
+    """
 
     __slots__ = (
-        "address",
         "created_s",
         "digest",
         "error",
+        "external_tokens",
         "finish",
+        "handoff",
+        "handover",
         "inbox",
         "index",
         "is_posted",
         "job",
-        "prefill_rank",
         "remote_cached_tokens",
         "rid",
-        "room",
         "seed",
         "sent_tokens",
         "stops_early",
@@ -41,9 +46,8 @@ class Ticket:
         self.index = index
         self.digest = digest
         self.seed = seed
-        self.room: int | None = None
-        self.address: tuple[str, int] | None = None
-        self.prefill_rank: int | None = None
+        self.handoff: Handoff | None = None
+        self.handover: dict[str, object] | None = None
         self.stops_early = False
         self.created_s = 0.0
         self.tokens = 0
@@ -51,6 +55,7 @@ class Ticket:
         self.finish: str | None = None
         self.error: EngineError | None = None
         self.remote_cached_tokens = 0
+        self.external_tokens = 0
         self.is_posted = False
         self.timeout: asyncio.TimerHandle | None = None
 
@@ -60,8 +65,13 @@ class Ticket:
         return self.job.rank
 
     @property
+    def room(self) -> int | None:
+        """SGLang: the room in which its legs meet."""
+        return self.handoff.room if isinstance(self.handoff, RoomHandoff) else None
+
+    @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came from a prefix cache; on the decode side, the prefill's."""
+        """Prompt tokens that came from a prefix cache, or as the other leg or the handshake says."""
         return self.job.cached_tokens or self.remote_cached_tokens
 
     @property
@@ -77,10 +87,11 @@ class Ticket:
 
 
 class Received(msgspec.Struct, frozen=True):
-    """What the engine understood of one prompt of a request."""
+    """What the engine understood of one prompt of a request. ``rank`` is of this engine, from 0."""
 
     rid: str
     rank: int
+    role: Role
     prefill_rank: int | None
     room: int | None
     prompt_tokens: int
@@ -91,6 +102,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that an engine holds now, and what it refused so far (``errors`` by cause).
 
     ``rooms`` have a live request here; ``wanted_rooms``, on a prefill, a decode side that waits or receives.
+    ``held_requests`` are answered, and their KV waits for a decode side; of ``stranded_requests`` nobody fetched
+    it in time; ``recomputed_requests`` should have had their KV from a prefill side and hadn't.
     """
 
     ranks: list[RankLoad]
@@ -101,6 +114,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
     error_messages: list[str]
     total_requests: int
+    held_requests: int
+    stranded_requests: int
+    recomputed_requests: int
 
     @property
     def used_tokens(self) -> int:

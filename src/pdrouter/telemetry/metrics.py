@@ -201,6 +201,11 @@ class _RouterCollector(Collector):
         yield CounterMetricFamily(
             "pdrouter_prefix_evictions", "Entries evicted from the prefix index.", value=router.prefixes.evictions
         )
+        yield CounterMetricFamily(
+            "pdrouter_prefix_losses",
+            "Prompts of which an engine had cached less than predicted.",
+            value=router.lost_prefixes,
+        )
         rejected = CounterMetricFamily(
             "pdrouter_reports_rejected", "Rank reports that were no report, by reason.", labels=["reason"]
         )

@@ -145,6 +145,8 @@ class Exchange:
             self.unread_bytes = 0
             if self.is_paused:
                 self._resume()
+            if self._error is not None and self._listener is not None:
+                asyncio.get_running_loop().call_soon(self.wake)  # there is more to tell, and nothing more will come
             return data
         if self.is_complete:
             return b""

@@ -3,6 +3,8 @@
 from pdrouter.core.fleet import Endpoint
 from pdrouter.upstream.pool import Origin, Pool, PoolLimits
 
+_EVENTS = ("opened", "reused", "retired", "repeated", "exhausted")
+
 
 class Pools:
     """Pool by address."""
@@ -10,6 +12,7 @@ class Pools:
     def __init__(self, limits: PoolLimits) -> None:
         self._limits = limits
         self._pools: dict[str, Pool] = {}
+        self._past = dict.fromkeys(_EVENTS, 0)  # of pools that are gone
 
     def get(self, endpoint: Endpoint) -> Pool:
         """Return the pool of an endpoint."""
@@ -20,15 +23,26 @@ class Pools:
 
     def counters(self) -> dict[str, int]:
         """Return what happened to connections, all pools together."""
-        totals = dict.fromkeys(("opened", "reused", "retired", "repeated", "exhausted"), 0)
+        totals = dict(self._past)
         for pool in self._pools.values():
-            statistics = pool.statistics()
-            for event in totals:
-                totals[event] += getattr(statistics, event)
+            _add(totals, pool)
         return totals
+
+    async def forget(self, address: str) -> None:
+        """End all connections to an endpoint, and what was kept for it."""
+        pool = self._pools.pop(address, None)
+        if pool is not None:
+            await pool.aclose()
+            _add(self._past, pool)
 
     async def aclose(self) -> None:
         """End all connections."""
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             await pool.aclose()
+
+
+def _add(totals: dict[str, int], pool: Pool) -> None:
+    statistics = pool.statistics()
+    for event in _EVENTS:
+        totals[event] += getattr(statistics, event)

@@ -6,8 +6,11 @@ from pdrouter.core.policies.base import Policy, PolicyOptions
 from pdrouter.core.policies.bucket import Bucket
 from pdrouter.core.policies.cache_aware import CacheAware
 from pdrouter.core.policies.consistent_hashing import ConsistentHashing
+from pdrouter.core.policies.dynamo import Dynamo
 from pdrouter.core.policies.least_request import LeastRequest
 from pdrouter.core.policies.least_work import LeastWork
+from pdrouter.core.policies.llm_d import LlmD
+from pdrouter.core.policies.llm_d_pd import LlmDPd
 from pdrouter.core.policies.load_aware import LoadAware
 from pdrouter.core.policies.load_aware_pairs import LoadAwarePairs
 from pdrouter.core.policies.manual import Manual
@@ -50,11 +53,15 @@ POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
     ConsistentHashing.name: ConsistentHashing,
     Manual.name: Manual,
     Bucket.name: Bucket,
+    Dynamo.name: Dynamo,
+    LlmD.name: LlmD,
+    LlmDPd.name: LlmDPd,
 }
 
 RANK_POLICIES: Mapping[str, Callable[[PolicyOptions], Policy]] = {
     LeastWork.name: LeastWork,
     MinimumTokens.name: _minimum_tokens,
+    Dynamo.name: Dynamo,
     RoundRobin.name: RoundRobin,
     RandomChoice.name: RandomChoice,
 }

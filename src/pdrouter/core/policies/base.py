@@ -11,8 +11,9 @@ import msgspec
 from pdrouter.core.decision import Why
 from pdrouter.core.drains import DrainRates
 from pdrouter.core.fleet import Role
-from pdrouter.core.ledger import RankKey
+from pdrouter.core.ledger import UNASSIGNED, RankKey
 from pdrouter.core.load import EndpointLoad, RankLoad
+from pdrouter.core.policies.books import Books
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.work import WorkIndex
 
@@ -41,6 +42,7 @@ class Ancestors(msgspec.Struct, frozen=True, kw_only=True):
     max_idle_s: float
     assignment_mode: str
     bucket_adjust_interval_s: float
+    llm_d_prefill_tokens_per_s: float
 
 
 class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,7 @@ class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_aware_sigma: float
     work: WorkIndex
     drains: DrainRates
+    books: Books
     ancestors: Ancestors
 
 
@@ -59,7 +62,7 @@ class Question(msgspec.Struct, frozen=True):
 
     ``scope`` names the set that is chosen from (a role, an endpoint), so that turns are taken within it.
     ``prompt_tokens`` is the whole prompt, ``cached_tokens`` what ranks hold of it (prefill only), ``output_tokens`` the
-    answer expected, ``facts`` what else is known of the request.
+    answer expected, ``facts`` what else is known of the request. ``avoid`` are ranks where it has failed.
     """
 
     scope: tuple[str, ...]
@@ -69,6 +72,11 @@ class Question(msgspec.Struct, frozen=True):
     output_tokens: float
     now_s: float
     facts: RequestFacts = RequestFacts(request_id="", prompt_tokens=0)
+    avoid: frozenset[RankKey] = frozenset()
+
+    def avoids(self, key: RankKey) -> bool:
+        """Whether a rank had better not be chosen (I8): it, or its endpoint as a whole (``UNASSIGNED``)."""
+        return key in self.avoid or RankKey(key.endpoint, UNASSIGNED) in self.avoid
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -79,7 +87,7 @@ class Pick(msgspec.Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Chooses one of at least one candidates; it may keep turns, but no load."""
+    """Chooses one of at least one candidates; it may keep turns, and load of its own only in a book (``books.py``)."""
 
     name: ClassVar[str]
 

@@ -5,29 +5,32 @@
     step = b0 + b1 * requests + b2 * KV tokens with this request; of the slowest rank where ranks step together
 
 For all ranks that hold none of the prompt the prefill differs by tier alone, so the best of a pool is the first of
-one of its heaps (``work.py``), or a rank that holds some of it. Pools are looked at in the order of their first free
-rank until no later one can do better. The choice is the optimum over the keys and tiers in the index.
+one of its heaps (``work.py``), or a rank that holds some of it. Pools are looked at until none that is left can do
+better. The choice is the optimum over the keys and tiers in the index.
 """
 
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
-from pdrouter.core.cost import transfer_s
+from pdrouter.core.cost import Profile, prefill_s, transfer_s
 from pdrouter.core.decision import Why
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import EndpointLoad
+from pdrouter.core.places import Domain, Kind, Pool, Tier, Worker
 from pdrouter.core.policies.base import Candidate, Pick, PolicyOptions, Question, Turns
-from pdrouter.core.work import Domain, Pool, Tier, Worker, WorkIndex
+from pdrouter.core.work import WorkIndex
 
 _INFINITY = float("inf")
 
-_FEW_POOLS = 128
-"""Up to so many pools it is cheaper to bound each than to take them in order; see benchmarks/decide.py."""
+_NEGLIGIBLE_S = 1e-9
+"""What isn't worth a look. Chosen: far above rounding errors, far below what any clock tells."""
+
+AVOIDED_S = 2.0**20
+"""What is put on top of the cost of a rank to avoid: more than any request takes, so that fewest of them are chosen."""
 
 
 class Offer(NamedTuple):
-    """What a rank would take, and the seconds that it costs the request."""
+    """What a rank would take, and the seconds that it costs the request; ``AVOIDED_S`` more if it is to be avoided."""
 
     cost_s: float
     worker: Worker
@@ -66,6 +69,19 @@ class LeastWork:
             search.look(self.index, domain)
         return search.result()
 
+    def choose_decode(self, question: Question, model: str | None) -> PairOffer | None:
+        """Return the best decode rank to read the prompt as well, ``None`` if there is none.
+
+        Looked at: the least loaded pool's best, and the ranks that hold some of the prompt.
+        """
+        best: Offer | None = None
+        for domain in self.index.domains(model, regular=False):
+            for worker in _readers(question, self.index, domain):
+                cost_s = alone_cost_s(question, worker)
+                if best is None or cost_s < best.cost_s:
+                    best = Offer(cost_s, worker)
+        return None if best is None else PairOffer(best.cost_s, None, best, 1)
+
     def choose(self, question: Question, candidates: Sequence[Candidate]) -> Pick:
         """Return the candidate with the least time on this side."""
         costs_s = [self._cost_s(question, candidate) for candidate in candidates]
@@ -91,7 +107,7 @@ class _PairSearch:
 
     def __init__(self, job: Question) -> None:
         self._job = job
-        self._decodes: dict[int, Offer | None] = {}
+        self._decodes: dict[Pool, Offer | None] = {}
         self._best_s = _INFINITY
         self._best: tuple[Offer, Offer] | None = None
         self._seen = 0
@@ -110,61 +126,49 @@ class _PairSearch:
 
     def pools(self, domain: Domain) -> None:
         """Look at the pools of a domain, the most promising first; those that can't do better are left out."""
-        if not domain.prefill_paces or not domain.decode_paces:
-            return
         if len(domain.pools) == 1:
             for pool in domain.pools.values():
                 self._consider_pool(pool)
             return
-        job, n = self._job, self._job.prompt_tokens
-        kv_tokens = n + job.output_tokens / 2
-        reading_s = {p: p.prefill_s(n, 0) + transfer_s(p.profile, n) for p in domain.prefill_paces.values()}
-        writing_s = {p: job.output_tokens * p.step_s(0.0, kv_tokens) for p in domain.decode_paces.values()}
-        if len(domain.pools) > _FEW_POOLS:
-            self._in_order_of_freedom(domain, min(reading_s.values()) + min(writing_s.values()))
-            return
-        now_s, output_tokens = job.now_s, job.output_tokens
-        floors = [
-            (
-                (max(0.0, free.key - now_s) + output_tokens * share.key)
-                + (reading_s[reads[0]] if len(reads) == 1 else min(reading_s[p] for p in reads))
-                + (writing_s[writes[0]] if len(writes) == 1 else min(writing_s[p] for p in writes)),
-                free.item,
-            )
-            for pool in domain.pools.values()
-            if (free := pool.prefill_entry) is not None
-            and (share := pool.decode_entry) is not None
-            and (reads := pool.prefill_paces)
-            and (writes := pool.decode_paces)
-        ]
-        if floors:
-            _, promising = min(floors, key=itemgetter(0))
-            self._consider_pool(promising)
-            for floor_s, pool in floors:
-                if floor_s < self._best_s and pool is not promising:
-                    self._consider_pool(pool)
+        least_s = {kind: _least_s(self._job, kind) for kind in domain.kinds}
+        lightest = domain.by_share.top().item
+        if lightest.free_s <= self._job.now_s:
+            self._consider_pool(lightest)
+            if not self._is_worse(self._job.output_tokens * lightest.share_s + min(least_s.values())):
+                self._by_floor(domain, least_s)
+        else:
+            self._by_floor(domain, least_s)
 
-    def _in_order_of_freedom(self, domain: Domain, floor_s: float) -> None:
-        """Stop at the first pool that would wait too long even with the least decode load of all."""
-        job = self._job
-        least_share_s = domain.by_share.top().key
-        for entry in domain.by_free.in_order():
-            wait_s = max(0.0, entry.key - job.now_s)
-            if wait_s + floor_s + job.output_tokens * least_share_s >= self._best_s:
-                break
-            decode = entry.item.decode_entry
-            if decode is not None and wait_s + floor_s + job.output_tokens * decode.key < self._best_s:
-                self._consider_pool(entry.item)
+    def _by_floor(self, domain: Domain, least_s: Mapping[Kind, float]) -> None:
+        """Bound each pool: by what its first free rank, its least loaded rank and its fastest paces would make."""
+        now_s, output_tokens = self._job.now_s, self._job.output_tokens
+        floors_s: list[float] = []
+        pools: list[Pool] = []
+        for kind, alike in domain.kinds.items():
+            rest_s = least_s[kind] - now_s
+            floors_s += [
+                (free_s if (free_s := pool.free_s) > now_s else now_s) + output_tokens * pool.share_s + rest_s
+                for pool in alike
+            ]
+            pools += alike
+        while not self._is_worse(floor_s := min(floors_s)):
+            place = floors_s.index(floor_s)
+            floors_s[place] = _INFINITY
+            self._consider_pool(pools[place])
+
+    def _is_worse(self, floor_s: float) -> bool:
+        """Whether what takes at least so long can't do better than the best, but by rounding."""
+        return floor_s >= self._best_s - _NEGLIGIBLE_S
 
     def _consider_pool(self, pool: Pool) -> None:
         for tier in pool.prefill.values():
-            self._consider(tier.heap.top().item)
+            self._consider(_first(self._job, tier))
 
     def _consider(self, worker: Worker) -> None:
         pool = worker.site.pool
-        decode = self._decodes.get(id(pool))
+        decode = self._decodes.get(pool)
         if decode is None:
-            decode = self._decodes[id(pool)] = best_decode(self._job, pool)
+            decode = self._decodes[pool] = best_decode(self._job, pool)
             if decode is None:
                 return
         self._seen += 1
@@ -189,17 +193,15 @@ class _RegularSearch:
     def look(self, index: WorkIndex, domain: Domain) -> None:
         """Look at matches and first free ranks, then by decode load until no later rank can do better."""
         job = self._job
-        if not domain.prefill_paces:
-            return
         for key in job.cached_tokens:
             worker = index.workers.get(key)
             if worker is not None and worker.decode is not None and worker.site.domain is domain:
                 self._consider(worker)
-        least_prefill_s = _least_prefill_s(job, domain)
         kv_tokens = job.prompt_tokens + job.output_tokens / 2
         for pool in domain.pools.values():
             for tier in pool.prefill.values():
                 self._consider(tier.heap.top().item)
+            least_prefill_s = _least_prefill_s(job, pool.kind)
             for tier in pool.decode.values():
                 for entry in tier.heap.in_order():
                     floor_s = least_prefill_s + job.output_tokens * tier.pace.step_s(entry.key, kv_tokens)
@@ -219,11 +221,11 @@ def prefill_cost_s(job: Question, worker: Worker) -> float:
     tier = worker.prefill_tier
     if tier is None:
         return _INFINITY
+    pace, prompt_tokens, cost_s = tier.pace, job.prompt_tokens, max(0.0, worker.free_at_s - job.now_s)
+    if job.avoid and job.avoids(worker.load.key):
+        cost_s += AVOIDED_S
     held = job.cached_tokens.get(worker.load.key, 0) if job.cached_tokens else 0
-    wait_s = max(0.0, worker.free_at_s - job.now_s)
-    return (
-        wait_s + tier.pace.prefill_s(job.prompt_tokens - held, held) + transfer_s(tier.pace.profile, job.prompt_tokens)
-    )
+    return cost_s + pace.prefill_s(prompt_tokens - held, held) + transfer_s(pace.profile, prompt_tokens)
 
 
 def decode_cost_s(job: Question, worker: Worker) -> float:
@@ -231,12 +233,41 @@ def decode_cost_s(job: Question, worker: Worker) -> float:
     tier = worker.decode_tier
     if tier is None:
         return _INFINITY
-    profile, output = tier.pace.profile, job.output_tokens
-    step_s = tier.pace.step_s(worker.share_s, job.prompt_tokens + output / 2)
-    if profile.steps_together:
-        others_s = tier.pace.factor * (profile.step_base_s + worker.site.slowest_share_s())
+    pace, output = tier.pace, job.output_tokens
+    step_s = pace.step_s(worker.share_s, job.prompt_tokens + output / 2)
+    cost_s = AVOIDED_S if job.avoid and job.avoids(worker.load.key) else 0.0
+    if pace.is_plain:
+        return cost_s + output * step_s
+    if pace.profile.steps_together:
+        others_s = pace.factor * (pace.profile.step_base_s + worker.site.slowest_share_s())
         step_s = max(step_s, others_s)
-    return output * step_s + _wait_for_room_s(job, worker, tier, step_s)
+    return cost_s + output * step_s + _wait_for_room_s(job, worker, pace.profile, step_s)
+
+
+def alone_cost_s(job: Question, worker: Worker) -> float:
+    """Return what it takes a decode rank to read the prompt, too, and what that keeps the others on it from.
+
+    Source: chosen. All that decode there wait while a prompt is read, each as long as the other.
+    """
+    site = worker.site
+    held = job.cached_tokens.get(worker.load.key, 0) if job.cached_tokens else 0
+    read_s = site.speed.prefill_factor * prefill_s(site.profile, job.prompt_tokens - held, held)
+    wait_s = max(0.0, worker.free_at_s - job.now_s)
+    return wait_s + read_s * (1 + worker.load.comparable_requests) + decode_cost_s(job, worker)
+
+
+def _readers(job: Question, index: WorkIndex, domain: Domain) -> Iterator[Worker]:
+    """Yield the decode ranks that could best read a prompt themselves."""
+    for entry in domain.by_share.in_order():
+        offer = best_decode(job, entry.item)
+        if offer is not None:
+            yield offer.worker
+        if offer is None or not job.avoids(offer.worker.load.key):
+            break
+    for key in job.cached_tokens:
+        worker = index.workers.get(key)
+        if worker is not None and worker.decode is not None and worker.site.domain is domain:
+            yield worker
 
 
 def best_decode(job: Question, pool: Pool) -> Offer | None:
@@ -244,12 +275,12 @@ def best_decode(job: Question, pool: Pool) -> Offer | None:
     best: Offer | None = None
     kv_tokens = job.prompt_tokens + job.output_tokens / 2
     for tier in pool.decode.values():
-        first = tier.heap.top()
-        cost_s = decode_cost_s(job, first.item)
+        worker = _first(job, tier)
+        cost_s = decode_cost_s(job, worker)
         if best is None or cost_s < best.cost_s:
-            best = Offer(cost_s, first.item)
-        if cost_s <= job.output_tokens * tier.pace.step_s(first.key, kv_tokens):
-            continue  # nothing stands in its way, so that no later one can do better
+            best = Offer(cost_s, worker)
+        if tier.pace.is_plain:
+            continue
         for entry in tier.heap.in_order():
             if job.output_tokens * tier.pace.step_s(entry.key, kv_tokens) >= best.cost_s:
                 break
@@ -259,25 +290,38 @@ def best_decode(job: Question, pool: Pool) -> Offer | None:
     return best
 
 
-def _wait_for_room_s(job: Question, worker: Worker, tier: Tier, step_s: float) -> float:
+def _first(job: Question, tier: Tier) -> Worker:
+    """Return the first rank of a tier, of those that needn't be avoided if there is one."""
+    first = tier.heap.top().item
+    if job.avoid and job.avoids(first.load.key):
+        return next((e.item for e in tier.heap.in_order() if not job.avoids(e.item.load.key)), first)
+    return first
+
+
+def _wait_for_room_s(job: Question, worker: Worker, profile: Profile, step_s: float) -> float:
     """Return the time until KV and a place in the batch are free.
 
     Source: chosen. What a rank holds turns over once in the time of an answer, so a part of it does in that part.
     """
-    profile, load = tier.pace.profile, worker.load
+    held, requests = worker.load.comparable()
     lacking = 0.0
     if profile.kv_capacity_tokens is not None:
-        held = load.comparable_tokens
         missing = held + job.prompt_tokens + job.output_tokens - profile.kv_capacity_tokens
         if missing > 0:
             lacking = missing / max(held, 1.0)
-    if profile.max_batch is not None and load.comparable_requests >= profile.max_batch:
-        requests = load.comparable_requests
+    if profile.max_batch is not None and requests >= profile.max_batch:
         lacking = max(lacking, (requests + 1 - profile.max_batch) / requests)
     return lacking * job.output_tokens * step_s
 
 
-def _least_prefill_s(job: Question, domain: Domain) -> float:
-    """Return what the fastest idle rank without a match would take to read the prompt."""
+def _least_prefill_s(job: Question, kind: Kind) -> float:
+    """Return what the fastest idle rank without a match would take to read the prompt; infinity if there is none."""
     n = job.prompt_tokens
-    return min(pace.prefill_s(n, 0) + transfer_s(pace.profile, n) for pace in domain.prefill_paces.values())
+    return min([pace.prefill_s(n, 0) + transfer_s(pace.profile, n) for pace in kind.readers], default=_INFINITY)
+
+
+def _least_s(job: Question, kind: Kind) -> float:
+    """Return what the fastest idle ranks would take for it all; infinity where one side has none."""
+    kv_tokens = job.prompt_tokens + job.output_tokens / 2
+    steps_s = min([pace.step_s(0.0, kv_tokens) for pace in kind.writers], default=_INFINITY)
+    return _least_prefill_s(job, kind) + job.output_tokens * steps_s

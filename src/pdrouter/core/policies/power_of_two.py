@@ -1,6 +1,7 @@
 """``power_of_two``: the better of two drawn at random.
 
-Units are never mixed: tokens are compared only if both have a fresh report, else the requests in flight of both.
+Units are never mixed: the tokens of the newest reports are compared if both have one that tells them, else the requests
+that we hold on both. What was sent since a report is not in it: it is as old as it is.
 Source: the SGLang router's policy of that name (0.3.2).
 """
 
@@ -8,9 +9,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from pdrouter.core.decision import Why
-from pdrouter.core.load import EndpointLoad
 from pdrouter.core.policies.base import Candidate, Pick, PolicyOptions, Question
-from pdrouter.core.policies.measures import in_flight
+from pdrouter.core.policies.measures import in_flight, reported_tokens
 
 
 class PowerOfTwo:
@@ -29,14 +29,9 @@ class PowerOfTwo:
         second = self._chance.randrange(len(candidates) - 1)
         second += second >= first
         drawn = [candidates[first], candidates[second]]
-        is_known = all(_is_reported(c) for c in drawn)
-        if is_known:
-            unit, values = "tokens", [c.comparable_tokens for c in drawn]
-        else:
+        unit, values = "reported tokens", [tokens for c in drawn if (tokens := reported_tokens(c)) is not None]
+        is_known = len(values) == len(drawn)
+        if not is_known:
             unit, values = "requests in flight", [float(in_flight(c)) for c in drawn]
         index = first if values[0] <= values[1] else second
         return Pick(index, Why(self.name, f"fewer {unit} of two", drawn, values, not is_known))
-
-
-def _is_reported(candidate: Candidate) -> bool:
-    return candidate.is_reported if isinstance(candidate, EndpointLoad) else candidate.report is not None

@@ -4,20 +4,17 @@ Source: vllm-project/aibrix, pkg/plugins/gateway/algorithms/pd_disaggregation.go
 is divided by zero, and what a candidate doesn't tell is taken to be the mean of those that do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from pdrouter.core.load import RankReport
 from pdrouter.core.policies.base import Candidate, Question
-from pdrouter.core.policies.measures import held_share, in_flight, ranks_of
+from pdrouter.core.policies.measures import held_share, in_flight, kv_use, told
 
 _LEAST_FREE = 0.1
 """Per cent of KV that count as free where none is."""
 
 _COLD_START = 1.0
 """What a candidate without a report scores beside its own requests, while others have one."""
-
-_MOST = 1e12
 
 
 def allowed_counts(counts: Sequence[float], sigma: float) -> float:
@@ -54,30 +51,13 @@ def decode_scores(candidates: Sequence[Candidate]) -> list[float]:
 
 def tells_requests(candidate: Candidate) -> bool:
     """Whether each rank has a fresh report of its requests."""
-    return _told(candidate, lambda report: report.requests) is not None
+    return told(candidate, lambda report: report.requests) is not None
 
 
 def throughput(candidate: Candidate) -> float | None:
     """Return the tokens generated per second, ``None`` if that isn't told."""
-    told = _told(candidate, lambda report: report.throughput_tokens_per_s)
-    return None if told is None else sum(told)
-
-
-def kv_use(candidate: Candidate) -> float | None:
-    """Return the share of KV in use, ``None`` if that isn't told."""
-    told = _told(candidate, lambda report: report.kv_use)
-    return None if told is None else min(1.0, fmean(told))
-
-
-def _told(candidate: Candidate, number: Callable[[RankReport], float | None]) -> list[float] | None:
-    """Return a number of each rank's report, ``None`` unless all tell one that can be."""
-    told = []
-    for rank in ranks_of(candidate):
-        value = None if rank.report is None else number(rank.report)
-        if value is None or not 0 <= value <= _MOST:
-            return None
-        told.append(value)
-    return told
+    rates = told(candidate, lambda report: report.throughput_tokens_per_s)
+    return None if rates is None else sum(rates)
 
 
 def _filled(values: Sequence[float | None]) -> list[float]:

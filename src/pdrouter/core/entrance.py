@@ -1,0 +1,72 @@
+"""Where requests wait in the router while the engines have enough to do: the queue, its gate, and the way past both.
+
+What a decision has chosen tells most often that there is room; only where it doesn't is the gate asked.
+"""
+
+from collections.abc import Sized
+
+import msgspec
+
+from pdrouter.core.admission import Admission, AdmissionOptions
+from pdrouter.core.chooser import Choice, Spot
+from pdrouter.core.cost import prefill_s
+from pdrouter.core.gate import Gate, GateOptions
+from pdrouter.core.ledger import RankKey
+from pdrouter.core.places import Worker
+from pdrouter.core.work import WorkIndex
+
+
+class EntranceOptions(msgspec.Struct, frozen=True):
+    """Settings of the queue and of its gate."""
+
+    admission: AdmissionOptions
+    gate: GateOptions
+
+
+class MustWait(msgspec.Struct, frozen=True):
+    """The answer to a request that had better wait: nothing is reserved for it.
+
+    ``model`` is whose ranks it waits for, ``None`` for any; ``work_s`` how long its prompt is expected to take.
+    """
+
+    model: str | None
+    work_s: float
+
+
+class Entrance:
+    """One queue before one work index; ``running`` are the requests that are placed."""
+
+    def __init__(self, options: EntranceOptions, work: WorkIndex, running: Sized) -> None:
+        gate = Gate(options.gate, work, running)
+        self.admission: Admission[object] = Admission(options.admission, gate)
+        self._gate = gate
+        self._options = options.gate
+        self._work = work
+        self._running = running
+
+    def hold(self, model: str | None, choice: Choice, prompt_tokens: int, now_s: float) -> MustWait | None:
+        """Return that a new request for which this was chosen has to wait, ``None`` if it hasn't."""
+        most = self._options.max_running
+        is_full = most is not None and len(self._running) >= most
+        is_behind = is_full or self.admission.has_line(model)
+        if not is_behind and (self._has_room(choice, now_s) or self._gate.opens_at_s(model) <= now_s):
+            return None
+        spot = choice.prefill or choice.decode
+        worker = self._worker(spot)
+        if worker is None:
+            return MustWait(model, 0.0)
+        return MustWait(model, prefill_s(worker.site.profile, prompt_tokens - spot.cached_tokens, spot.cached_tokens))
+
+    def _has_room(self, choice: Choice, now_s: float) -> bool:
+        reader = self._worker(choice.prefill or choice.decode)
+        most_s = self._options.max_queue_s
+        if reader is None or (most_s is not None and reader.free_at_s - now_s > most_s):
+            return reader is None
+        writer, share = self._worker(choice.decode), self._options.max_kv_share
+        if writer is None or share is None:
+            return True
+        capacity_tokens = writer.site.profile.kv_capacity_tokens
+        return capacity_tokens is None or writer.load.comparable_tokens <= share * capacity_tokens
+
+    def _worker(self, spot: Spot) -> Worker | None:
+        return None if spot.rank is None else self._work.workers.get(RankKey(spot.load.key, spot.rank))

@@ -1,0 +1,53 @@
+"""What engines count of a request, in the bytes of its answer; read and written without decoding the rest.
+
+Source: OpenAI's ``usage`` (``prompt_tokens``, ``completion_tokens``, ``prompt_tokens_details.cached_tokens``), and
+SGLang's ``meta_info``, which has the same names.
+"""
+
+import re
+from typing import NamedTuple
+
+PROMPT_TOKENS = b'"prompt_tokens"'
+COMPLETION_TOKENS = b'"completion_tokens"'
+CACHED_TOKENS = b'"cached_tokens"'
+
+TAIL_BYTES = 8192
+"""Where the count stands: at the end of an answer."""
+
+_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})")
+
+
+class PromptCount(NamedTuple):
+    """An engine's own count of a prompt, and how much of it was in its cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def prompt_count(tail: bytes) -> PromptCount | None:
+    """Return what the end of an answer tells of the prompt; ``None`` where the engine doesn't tell what was cached."""
+    cached_tokens = last_number(CACHED_TOKENS, tail)
+    if cached_tokens is None:
+        return None
+    return PromptCount(last_number(PROMPT_TOKENS, tail) or 0, cached_tokens)
+
+
+def last_number(name: bytes, text: bytes) -> int | None:
+    """Return the number behind the last mention of a field."""
+    start = text.rfind(name)
+    found = _NUMBER.match(text, start + len(name)) if start >= 0 else None
+    return int(found[1]) if found else None
+
+
+def with_cached_tokens(piece: bytes, cached_tokens: int) -> bytes:
+    """Return a piece of an answer with another number of cached tokens, wherever it has one; the rest is untouched."""
+    start = piece.find(CACHED_TOKENS)
+    while start >= 0:
+        found = _NUMBER.match(piece, start + len(CACHED_TOKENS))
+        end = start + len(CACHED_TOKENS)
+        if found is not None:
+            number = b"%d" % cached_tokens
+            piece = piece[: found.start(1)] + number + piece[found.end(1) :]
+            end = found.start(1) + len(number)
+        start = piece.find(CACHED_TOKENS, end)
+    return piece

@@ -1,0 +1,281 @@
+"""The API by which the fleet is changed, in the shape of sglang-router's: ``/workers``, and the older paths.
+
+It turns requests into calls and results into replies; who belongs to the fleet is the control plane's.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from hmac import compare_digest
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import parse_qsl, quote, unquote
+
+import msgspec
+
+from pdrouter.core.events import EndpointRestarted
+from pdrouter.core.fleet import Endpoint
+from pdrouter.core.router import Router
+from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoReadyPair, RouterError, Unauthorized
+from pdrouter.proxy import workers
+from pdrouter.proxy.client import Client
+from pdrouter.proxy.edge import attempt
+from pdrouter.proxy.replies import JSON_HEADERS, error_headers
+
+_WORKERS = b"/workers"
+_WORKER = b"/workers/"
+
+_NAMES: Mapping[str, str] = {"model_id": "model"}
+_WITHOUT_EFFECT = frozenset({"priority", "cost", "labels"})
+_CODES: Mapping[int, str] = {400: "BAD_REQUEST", 401: "UNAUTHORIZED", 405: "METHOD_NOT_ALLOWED"}
+
+_ASK_TIMEOUT_S = 10.0
+"""Time for an engine's answer; chosen."""
+
+
+class Changes(Protocol):
+    """What can be changed; each raises InvalidRequest."""
+
+    def add(self, worker_type: str, fields: Mapping[str, object]) -> str:
+        """Let an endpoint join; return its address."""
+        ...
+
+    def change(self, address: str, fields: Mapping[str, object]) -> None:
+        """Say something else of an endpoint."""
+
+    def set_draining(self, address: str, *, is_draining: bool) -> None:
+        """Give an endpoint nothing new, or again."""
+
+    def remove(self, address: str) -> None:
+        """Let an endpoint go."""
+
+
+class Doors(NamedTuple):
+    """Ways out of here: to change the fleet, to ask an engine (method, endpoint, path, time), to do so meanwhile."""
+
+    changes: Changes
+    ask: Callable[[str, Endpoint, str, float], Awaitable[tuple[int, bytes]]]
+    spawn: Callable[[str, Callable[[], Awaitable[None]]], object]
+
+
+class _Waiting:
+    """A client whose reply comes later, if it is still there then."""
+
+    def __init__(self, client: Client) -> None:
+        self._client: Client | None = client
+        client.listener = self
+
+    def client_drained(self) -> None:
+        """One reply is no stream."""
+
+    def client_gone(self) -> None:
+        """Nobody waits any more."""
+        self._client = None
+
+    def reply(self, status: int, body: bytes) -> None:
+        """Answer."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.listener = None
+            client.reply(status, JSON_HEADERS, body)
+
+
+class FleetApi:
+    """Serves the paths that change the fleet, or ask its engines.
+
+    With an ``api_key`` only those may do more than read pages who bring it along.
+    """
+
+    def __init__(self, router: Router, clock: Callable[[], float], doors: Doors, api_key: str | None) -> None:
+        self._router = router
+        self._clock = clock
+        self._doors = doors
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._paths: Mapping[bytes, tuple[bytes, Callable[[Client], None]]] = {
+            b"/add_worker": (b"POST", self._add_by_query),
+            b"/remove_worker": (b"POST", self._remove_by_query),
+            b"/list_workers": (b"GET", self._list),
+            b"/flush_cache": (b"POST", self._flush),
+            b"/get_server_info": (b"GET", partial(self._pass_on, "/get_server_info")),
+            b"/server_info": (b"GET", partial(self._pass_on, "/server_info")),
+            b"/get_model_info": (b"GET", partial(self._pass_on, "/get_model_info")),
+            b"/model_info": (b"GET", partial(self._pass_on, "/model_info")),
+        }
+
+    def reads(self, client: Client) -> bool:
+        """Whether a request's body is needed."""
+        is_adding = client.path == _WORKERS and client.method == b"POST"
+        return is_adding or (client.path.startswith(_WORKER) and client.method == b"PUT")
+
+    def serve(self, client: Client) -> bool:
+        """Serve a request, if it is one of these."""
+        action = self._action(client)
+        if action is None:
+            return False
+        error = attempt(self._act, client, action)
+        if error is not None:
+            _refuse(client, error)
+        return True
+
+    def _action(self, client: Client) -> Callable[[Client], None] | None:
+        if client.path == _WORKERS and client.method == b"POST":
+            return self._add
+        if client.path.startswith(_WORKER):
+            return self._one
+        known = self._paths.get(client.path)
+        if known is None:
+            return None
+        method, action = known
+        return action if client.method == method else partial(_not_allowed, method)
+
+    def _act(self, client: Client, action: Callable[[Client], None]) -> None:
+        if client.error is not None:
+            raise client.error
+        if client.method not in (b"GET", b"HEAD"):
+            self.check_key(client)
+        action(client)
+
+    def check_key(self, client: Client) -> None:
+        """Let nobody through without the key, if there is one.
+
+        Raises: Unauthorized.
+        """
+        if self._key is not None and not compare_digest(client.header.get(b"authorization", b""), self._key):
+            raise Unauthorized("this needs the router's api_key: authorization: Bearer KEY")
+
+    # One worker.
+
+    def _add(self, client: Client) -> None:
+        fields = _fields(client)
+        worker_type = str(fields.pop("worker_type", "regular"))
+        if worker_type != "prefill" and fields.get("bootstrap_port") is None:
+            fields.pop("bootstrap_port", None)  # null stands for all that have none
+        self._reply_added(client, self._doors.changes.add(worker_type, fields))
+
+    def _one(self, client: Client) -> None:
+        address = _address(unquote(client.path.removeprefix(_WORKER).decode("latin-1")))
+        endpoint = self._router.fleet.get(address)
+        if endpoint is None:
+            _reply(client, 404, {"error": f"there is no worker {address}", "code": "WORKER_NOT_FOUND"})
+        elif client.method in (b"GET", b"HEAD"):
+            _reply(client, 200, workers.worker_of(self._router, endpoint))
+        elif client.method == b"PUT":
+            self._change(client, address)
+        elif client.method == b"DELETE":
+            self._doors.changes.remove(address)
+            _reply_accepted(client, address, "it takes nothing new and leaves when its requests have ended")
+        else:
+            _not_allowed(b"GET, PUT, DELETE", client)
+
+    def _change(self, client: Client, address: str) -> None:
+        fields = _fields(client)
+        is_draining = fields.pop("draining", None)
+        if is_draining not in (None, True, False):
+            raise InvalidRequest("draining: write true or false")
+        if fields:
+            self._doors.changes.change(address, fields)
+        if is_draining is not None:
+            self._doors.changes.set_draining(address, is_draining=is_draining)
+        _reply_accepted(client, address, "changed")
+
+    def _reply_added(self, client: Client, address: str) -> None:
+        _reply_accepted(client, address, "it takes requests once it was reached")
+
+    # The older paths.
+
+    def _add_by_query(self, client: Client) -> None:
+        fields: dict[str, object] = dict(parse_qsl(client.query.decode("latin-1")))
+        worker_type = fields.pop("worker_type", "regular")
+        self._reply_added(client, self._doors.changes.add(str(worker_type), fields))
+
+    def _remove_by_query(self, client: Client) -> None:
+        address = _address(dict(parse_qsl(client.query.decode("latin-1"))).get("url", ""))
+        if self._router.fleet.get(address) is None:
+            _reply(client, 404, {"error": f"there is no worker {address}", "code": "WORKER_NOT_FOUND"})
+            return
+        self._doors.changes.remove(address)
+        _reply_accepted(client, address, "it takes nothing new and leaves when its requests have ended")
+
+    def _list(self, client: Client) -> None:
+        _reply(client, 200, {"urls": [endpoint.url for endpoint in self._router.fleet]})
+
+    # What engines are asked.
+
+    def _flush(self, client: Client) -> None:
+        waiting = _Waiting(client)
+        self._doors.spawn("flush", partial(self._flush_all, waiting))
+
+    async def _flush_all(self, waiting: _Waiting) -> None:
+        endpoints = list(self._router.fleet)
+        problems = await asyncio.gather(*map(self._flush_one, endpoints))
+        failed = [{"worker": e.url, "error": p} for e, p in zip(endpoints, problems, strict=True) if p is not None]
+        flushed = [e.url for e, p in zip(endpoints, problems, strict=True) if p is None]
+        told = {"status": "partial_success" if failed else "success", "total_workers": len(endpoints)}
+        told |= {"successful": flushed, "failed": failed}  # type: ignore[dict-item]
+        waiting.reply(206 if failed else 200, msgspec.json.encode(told))
+
+    async def _flush_one(self, endpoint: Endpoint) -> str | None:
+        try:
+            status, _ = await self._doors.ask("POST", endpoint, "/flush_cache", _ASK_TIMEOUT_S)
+        except RouterError as error:
+            return error.message
+        if status >= 400:
+            return f"it answered {status}"
+        self._router.observe(EndpointRestarted(endpoint.address), self._clock())
+        return None
+
+    def _pass_on(self, path: str, client: Client) -> None:
+        ready = [endpoint for endpoint in self._router.fleet if self._router.fleet.is_ready(endpoint.address)]
+        if not ready:
+            raise NoReadyPair(self._router.why_nobody(None))
+        waiting = _Waiting(client)
+        self._doors.spawn(f"ask for {path}", partial(self._ask_one, ready[0], path, waiting))
+
+    async def _ask_one(self, endpoint: Endpoint, path: str, waiting: _Waiting) -> None:
+        try:
+            status, body = await self._doors.ask("GET", endpoint, path, _ASK_TIMEOUT_S)
+        except RouterError as error:
+            status, body = error.status, _error(error)
+        waiting.reply(status, body)
+
+
+def _fields(client: Client) -> dict[str, Any]:
+    """Return what a body says of an endpoint, by the names of the settings."""
+    try:
+        fields = msgspec.json.decode(client.body(), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJson(f"the body isn't a JSON object: {error}") from error
+    if fields.pop("api_key", None) is not None:
+        raise InvalidRequest("api_key: keys for engines aren't served; leave it out")
+    return {
+        _NAMES.get(name, name): value
+        for name, value in fields.items()
+        if name not in _WITHOUT_EFFECT and (value is not None or name == "bootstrap_port")
+    }
+
+
+def _address(text: str) -> str:
+    return text.removeprefix("http://").rstrip("/")
+
+
+def _reply(client: Client, status: int, body: object) -> None:
+    client.reply(status, JSON_HEADERS, msgspec.json.encode(body))
+
+
+def _reply_accepted(client: Client, address: str, message: str) -> None:
+    path = f"/workers/{quote(address, safe=':')}"
+    told = {"status": "accepted", "worker_id": address, "url": f"http://{address}", "location": path}
+    headers = [*JSON_HEADERS, (b"location", path.encode())]
+    client.reply(202, headers, msgspec.json.encode(told | {"message": message}))
+
+
+def _not_allowed(methods: bytes, client: Client) -> None:
+    path, allowed = client.path.decode("latin-1"), methods.decode()
+    raise MethodNotAllowed(f"{path[:256]} takes {allowed}", param=allowed)
+
+
+def _error(error: RouterError) -> bytes:
+    return msgspec.json.encode({"error": error.message, "code": _CODES.get(error.status, error.code.upper())})
+
+
+def _refuse(client: Client, error: RouterError) -> None:
+    client.reply(error.status, error_headers(error), _error(error))

@@ -1,0 +1,496 @@
+"""[5] One request under way: places it, sends the legs of its Plan, answers the client, ends what must be ended (I12).
+
+Either both legs start at once, or the decode leg is made from the prefill's answer (``legs.py``); if one fails, the
+other is ended. The client's reply starts with the decode leg's first body byte; until then any failure is a proper
+error, or another attempt (I7, I8). All goes by callbacks: an engine's bytes are written to the client in the turn of
+the loop in which they come, and no task waits. Each attempt has one end, which settles (I2).
+"""
+
+from asyncio import TimerHandle
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdrouter.core.decision import Decision, Placement, Rejection
+from pdrouter.core.entrance import MustWait
+from pdrouter.core.ledger import UNASSIGNED, RankKey
+from pdrouter.core.line import Place, Waiting
+from pdrouter.core.request import RequestFacts
+from pdrouter.engines.base import Engine, HandOver, Inbound, Leg, Plan, forward
+from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
+from pdrouter.engines.usage import PromptCount, prompt_count, with_cached_tokens
+from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError
+from pdrouter.proxy.client import Client
+from pdrouter.proxy.deadlines import Late, end_of_stage
+from pdrouter.proxy.edge import attempt
+from pdrouter.proxy.legs import (
+    RETRIED_STATUSES,
+    SERVER_ERROR,
+    STATUS_OK_BELOW,
+    UNREACHABLE,
+    EngineReply,
+    Held,
+    PrefillLeg,
+)
+from pdrouter.proxy.relay import Observer
+from pdrouter.proxy.replies import JSON_HEADERS, STREAM_HEADERS, error_event, own_lines, passed_on, unsized
+from pdrouter.proxy.waitroom import Waiter
+from pdrouter.upstream.connection import Exchange
+
+if TYPE_CHECKING:
+    from pdrouter.proxy.dispatch import Dispatcher
+
+OnEnd = Callable[[Client, str, str, RouterError | None], None]
+"""Called once when all is over, with path and request id; with an error if the client is still to be told of it."""
+
+
+class Flight:
+    """One request: its attempts, and of the last one the legs, the failure, the end."""
+
+    __slots__ = (
+        "_attempts",
+        "_avoid",
+        "_cached_tokens",
+        "_client",
+        "_decision",
+        "_due_s",
+        "_engine",
+        "_exchange",
+        "_facts",
+        "_held",
+        "_inbound",
+        "_is_over",
+        "_is_unread",
+        "_merger",
+        "_observer",
+        "_on_end",
+        "_owner",
+        "_plan",
+        "_prefill",
+        "_timer",
+        "_turn",
+    )
+    _decision: Decision  # all four are there before any leg is
+    _observer: Observer
+    _engine: Engine
+    _plan: Plan
+    _exchange: Exchange | None
+    _prefill: PrefillLeg | None
+    _held: Held | None
+    _merger: StreamMerger | None
+    _cached_tokens: int | None
+
+    def __init__(
+        self, owner: "Dispatcher", facts: RequestFacts, inbound: Inbound, client: Client, on_end: OnEnd
+    ) -> None:
+        self._owner = owner
+        self._facts = facts
+        self._inbound = inbound
+        self._client = client
+        self._on_end = on_end
+        self._avoid: frozenset[RankKey] = frozenset()
+        self._attempts = 0
+        self._is_over = False
+        self._is_unread = False
+        self._timer: TimerHandle | None = None
+        self._turn: Place[Waiter] | None = None
+        self._forget_legs()
+
+    def start(self) -> None:
+        """Place it and send the legs, over kept connections at once; or let it wait for its turn.
+
+        Raises: RouterError if it can't be placed, nor wait; then ``on_end`` isn't called.
+        """
+        self._due_s = self._owner.clock() + self._owner.options.limits.request_of(self._client.header)
+        must_wait = self._decide(is_admitted=False)
+        if must_wait is not None:
+            self._wait(must_wait)
+        if self._is_over:
+            return
+        self._owner.retries.began()
+        self._client.listener = self
+        self._owner.under_way.put(self, self._due_s)
+        if must_wait is None:
+            self._send_legs()
+
+    def _wait(self, told: MustWait) -> None:
+        owner, facts = self._owner, self._facts
+        if owner.waitroom is None:
+            raise InvariantViolation("a request is to wait where nobody does")
+        self._turn = owner.waitroom.enter(
+            Waiting(
+                request=self,
+                model=told.model,
+                priority=facts.priority,
+                tenant=facts.tenant,
+                weight=facts.weight,
+                work_s=told.work_s,
+                size_bytes=len(self._inbound.body),
+                deadline_s=self._due_s,
+            )
+        )
+
+    def go_on(self) -> None:
+        """It has waited, and it is its turn."""
+        self._turn = None
+        error = attempt(self._place)
+        if error is not None:
+            self._end(error)
+        else:
+            self._send_legs()
+
+    def turn_away(self, error: RouterError) -> None:
+        """It has waited for nothing, or the router stops."""
+        self._end(error)
+
+    def _place(self) -> None:
+        """Place it, now that it is its turn.
+
+        Raises: RouterError if that can't be done.
+        """
+        self._decide(is_admitted=True)
+
+    def _decide(self, *, is_admitted: bool) -> MustWait | None:
+        owner = self._owner
+        decision = owner.router.decide(self._facts, owner.clock(), self._avoid, is_admitted=is_admitted)
+        if isinstance(decision, MustWait):
+            return decision
+        if isinstance(decision, Rejection):
+            owner.log.rejected(self._facts, decision.error)
+            raise decision.error
+        owner.log.decided(decision)
+        self._attempts += 1
+        self._decision = decision
+        is_stream = self._inbound.is_stream
+        self._observer = Observer(owner.router, owner.metrics, decision, owner.clock, is_stream=is_stream)
+        return None
+
+    def _send_legs(self) -> None:
+        error = attempt(self._send)
+        if error is not None:
+            self._fail(error, None)
+
+    def _send(self) -> None:
+        owner, decision, inbound = self._owner, self._decision, self._inbound
+        self._engine = owner.engines[decision.decode.endpoint.engine]
+        if inbound.is_opaque:
+            plan = self._plan = forward(decision, inbound)
+        else:
+            plan = self._plan = self._engine.plan(decision, inbound, owner.ids.attempt(inbound.batch or 1))
+        leg = plan.prefill
+        if leg is not None:
+            self._prefill = PrefillLeg(
+                leg.placement,
+                owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body),
+                self._prefill_done,
+                keeps=plan.merges_logprobs or plan.decode is None,
+                max_bytes=owner.options.max_reply_bytes,
+            )
+        if plan.decode is not None:
+            self._send_decode(plan.decode)
+
+    def _send_decode(self, leg: Leg) -> None:
+        self._exchange = self._owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body)
+        self._exchange.listen(self._arrived)
+
+    # What happens to it.
+
+    def _arrived(self) -> None:
+        error = attempt(self._relay)
+        if error is not None:
+            self._fail(error, self._decision.decode)
+
+    def _prefill_done(self, error: RouterError | None) -> None:
+        if self._is_over:
+            self._owner.late_prefills.take_out(self)
+            return
+        if error is not None:
+            self._fail(error, self._decision.prefill)
+            return
+        error = attempt(self._prefilled)
+        if error is not None:
+            self._fail(error, self._decision.decode)
+
+    def client_drained(self) -> None:
+        """Pass on what has come meanwhile."""
+        self._arrived()
+
+    def client_gone(self) -> None:
+        """Nobody waits any more."""
+        self._fail(ClientGone("the client closed its connection"), None)
+
+    def check_time(self, now_s: float) -> float:
+        """End it if it takes too long, or its present stage does; return until when there is time."""
+        limits = self._owner.options.limits
+        if now_s >= self._due_s:
+            self._end(limits.too_late(self._client.header))
+        elif self._timer is None and self._attempts:
+            until = end_of_stage(self._decision, self._observer, self._client, limits, now_s)
+            if not isinstance(until, Late):
+                return min(until, self._due_s)
+            self._fail(until.error, until.place)
+        return self._due_s
+
+    # Between the legs.
+
+    def _prefilled(self) -> None:
+        prefill, plan = self._prefill, self._plan
+        if prefill is None:
+            return
+        if plan.decode is None:
+            self._hand_over(self._engine.hand_over(self._decision, self._inbound, plan, prefill.reply()))
+            return
+        self._note_count(prompt_count(prefill.tail))
+        if plan.merges_logprobs:
+            self._arrived()
+
+    def _hand_over(self, hand_over: HandOver) -> None:
+        self._note_count(hand_over.count)
+        leg = hand_over.decode
+        if leg is None:
+            self._answer(hand_over.answer)
+            return
+        prefill = self._decision.prefill
+        if not hand_over.has_kv and prefill is not None:
+            reason = "the prefill's answer doesn't say where its KV is"
+            self._owner.hand_overs.recompute(prefill, leg.placement, reason)
+            self._observer.note(f"the prompt is read again: {reason}")
+        self._send_decode(leg)
+
+    def _note_count(self, count: PromptCount | None) -> None:
+        """The prompt is read; what the prefill had of it is what the client is told, too."""
+        self._observer.prefill_done(count)
+        if count is not None and not self._client.is_started:
+            self._cached_tokens = count.cached_tokens
+
+    def _answer(self, body: bytes) -> None:
+        """The prefill's answer is the whole answer."""
+        self._observer.first_piece()
+        self._observer.piece(body)
+        headers = STREAM_HEADERS if self._inbound.is_stream else JSON_HEADERS
+        self._client.reply(200, headers, body, self._own_lines())
+        self._observer.finished()
+        self._end(None)
+
+    # The answer.
+
+    def _relay(self) -> None:
+        """Pass on what has arrived, unless the client is behind: then the engine is held back as well (I9)."""
+        exchange, client, merges = self._exchange, self._client, self._plan.merges_logprobs
+        if exchange is None or client.is_full or (merges and self._waits_for_prefill(exchange)):
+            return
+        piece = exchange.read_nowait()
+        if piece is None:
+            return
+        if not client.is_started:
+            if exchange.status >= STATUS_OK_BELOW or (self._is_edited and not self._inbound.is_stream):
+                self._hold(exchange, piece)
+                return
+            self._begin(exchange)
+        self._observer.piece(piece)
+        is_last = exchange.is_complete
+        if self._cached_tokens is not None:
+            piece = with_cached_tokens(piece, self._cached_tokens)
+        if self._merger is not None:
+            piece = self._merger.feed(piece) + (self._merger.finish() if is_last else b"")
+        if not is_last:
+            client.write(piece)
+            return
+        client.end(piece)
+        self._observer.finished()
+        self._end(None)
+
+    def _waits_for_prefill(self, exchange: Exchange) -> bool:
+        """Whether a good answer can't go on without the prompt's logprobs."""
+        is_good = 0 < exchange.status < STATUS_OK_BELOW
+        return is_good and self._prefill is not None and not self._prefill.is_done
+
+    @property
+    def _is_edited(self) -> bool:
+        """Whether the answer gets something of the prefill's."""
+        return self._plan.merges_logprobs or self._cached_tokens is not None
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._observer.first_piece()
+        headers = passed_on(exchange.raw_headers)
+        if self._is_edited:
+            headers = unsized(headers)
+        if self._plan.merges_logprobs and self._prefill is not None:
+            prompt = prompt_logprobs(self._prefill.reply(), is_stream=True)
+            self._merger = StreamMerger(prompt, self._owner.options.max_reply_bytes)
+        self._client.start(exchange.status, headers, self._own_lines())
+
+    def _hold(self, exchange: Exchange, piece: bytes) -> None:
+        """Keep what can only be passed on whole: an error, or an answer that something is put into."""
+        place = self._decision.decode
+        if self._held is None:
+            self._held = Held(place, self._owner.options.max_reply_bytes)
+        self._held.add(piece)
+        if not exchange.is_complete:
+            return
+        body = self._held.whole()
+        if exchange.status >= STATUS_OK_BELOW:
+            raise EngineReply(place, exchange.status, exchange.headers, body)
+        self._observer.first_piece()
+        self._observer.piece(body)
+        if self._cached_tokens is not None:
+            body = with_cached_tokens(body, self._cached_tokens)
+        if self._plan.merges_logprobs and self._prefill is not None:
+            body = merge_reply(body, prompt_logprobs(self._prefill.reply(), is_stream=False))
+        self._client.reply(exchange.status, unsized(passed_on(exchange.raw_headers)), body, self._own_lines())
+        self._observer.finished()
+        self._end(None)
+
+    # The end of an attempt, and of all.
+
+    def _fail(self, error: RouterError, place: Placement | None) -> None:
+        """Try once more if that may help; ``place`` is whose fault it is, ``None`` if no engine's."""
+        if self._is_over:
+            return
+        if place is None or self._client.is_started or not _is_retried(error):  # I7
+            self._end(error, place)
+            return
+        rank = UNASSIGNED if place.rank is None or isinstance(error, UNREACHABLE) else place.rank
+        self._avoid |= {RankKey(place.endpoint.address, rank)}
+        self._is_unread = place is self._decision.prefill
+        self._end_attempt(error, place)
+        self._forget_legs()
+        if self._attempts < self._owner.options.max_attempts:  # I8
+            self._timer = self._owner.retries.later(self._attempts, partial(self._try_again, error))
+        if self._timer is None:
+            self._give_up(error)
+
+    def _try_again(self, failure: RouterError) -> None:
+        self._timer = None
+        if attempt(self._place) is None:
+            self._send_legs()
+        else:
+            self._give_up(failure)
+
+    def _give_up(self, failure: RouterError) -> None:
+        """Tell of the failure, unless no prefill could read the prompt and one endpoint may do it all."""
+        if self._is_unread and self._owner.options.falls_back_to_decode and not self._facts.is_whole:
+            self._facts = msgspec.structs.replace(self._facts, is_whole=True)
+            if attempt(self._place) is None:
+                self._owner.hand_overs.fall_back(self._decision.decode, failure.message)
+                self._send_legs()
+                return
+        self._end(failure)
+
+    def _end(self, error: RouterError | None, place: Placement | None = None) -> None:
+        """Leave nothing behind; the first to come here says why, and whose fault it is."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._turn is not None and self._owner.waitroom is not None:
+            self._owner.waitroom.leave(self._turn)
+        untold = error
+        try:
+            self._owner.under_way.take_out(self)
+            self._client.listener = None
+            if error is not None:
+                untold = self._tell(error)
+        finally:
+            self._end_attempt(error, place)
+            self._on_end(self._client, self._inbound.path, self._inbound.request_id, untold)
+
+    def _end_attempt(self, error: RouterError | None, place: Placement | None) -> None:
+        """End each leg that hasn't run to its end, at the engine too (I12), and settle (I2)."""
+        owner = self._owner
+        if not self._attempts:
+            return
+        try:
+            self._end_legs(is_answered=error is None)
+        finally:
+            at_fault = place if error is not None and _is_engines(error) else None
+            if at_fault is not None and isinstance(error, ConnectFailed):
+                owner.on_unreachable(at_fault.endpoint.address, error)
+            if owner.router.settle(self._decision, owner.clock(), error, at_fault) and error is not None:
+                owner.log.failed(self._decision, error)
+            if owner.waitroom is not None:
+                owner.waitroom.room_may_be()
+
+    def _end_legs(self, *, is_answered: bool) -> None:
+        exchange, prefill = self._exchange, self._prefill
+        if exchange is not None:
+            exchange.listen(None)  # nor is a cycle left for the collector
+            if not exchange.is_complete:
+                exchange.close()
+                if exchange.is_sent:
+                    self._abort(self._decision.decode)
+        if prefill is None:
+            return
+        if not prefill.is_done:
+            if is_answered and prefill.send_no_more():
+                self._owner.late_prefills.put(self)
+            else:
+                self.end_prefill()
+        elif not is_answered and self._plan.decode is None and prefill.is_good:
+            if exchange is None:
+                self._release(prefill)
+            elif not exchange.is_sent:
+                self._owner.hand_overs.strand()
+
+    def end_prefill(self) -> None:
+        """End the prefill leg, at the engine too."""
+        prefill = self._prefill
+        if prefill is not None and not prefill.is_done:
+            prefill.close()
+            if prefill.is_sent:
+                self._abort(prefill.placement)
+
+    def _abort(self, place: Placement) -> None:
+        request = self._engine.abort(place.endpoint, self._plan.rid) if self._plan.rid else None
+        if request is not None:
+            self._owner.aborter.abort(place.endpoint, request)
+
+    def _release(self, prefill: PrefillLeg) -> None:
+        """Nobody will fetch the KV of a prompt that was read."""
+        release = self._engine.release(self._decision, prefill.reply())
+        if release is not None:
+            self._owner.aborter.send(*release)
+        else:
+            self._owner.hand_overs.strand()
+
+    def _forget_legs(self) -> None:
+        self._exchange = None
+        self._prefill = None
+        self._held = None
+        self._merger = None
+        self._cached_tokens = None
+
+    def _tell(self, error: RouterError) -> RouterError | None:
+        """Tell a client that can still hear; return what is to be told by a reply of its own."""
+        client = self._client
+        if isinstance(error, ClientGone):
+            return None
+        if client.is_started:
+            if client.is_full:
+                client.abort()
+            elif self._inbound.is_stream:
+                client.write(self._observer.event_end() + error_event(error))
+            client.cut()
+            return None
+        if not isinstance(error, EngineReply):
+            return error
+        client.reply(error.reply_status, unsized(passed_on(error.reply_headers)), error.body, self._own_lines())
+        return None
+
+    def _own_lines(self) -> bytes:
+        """Return the header lines that we add."""
+        decision = self._decision if self._owner.options.decision_headers else None
+        return own_lines(self._inbound.request_id, decision)
+
+
+def _is_retried(error: RouterError) -> bool:
+    """Whether another engine may do better."""
+    return error.reply_status in RETRIED_STATUSES if isinstance(error, EngineReply) else error.is_retryable
+
+
+def _is_engines(error: RouterError) -> bool:
+    """Whether a failure tells of its engine's health; what an engine refuses doesn't."""
+    return error.reply_status >= SERVER_ERROR if isinstance(error, EngineReply) else error.counts_against_health

@@ -1,0 +1,32 @@
+"""[5] Further attempts: whether there may be one, and when; from the pure rules of ``core/retry.py``."""
+
+import asyncio
+from collections.abc import Callable
+
+from pdrouter.core.retry import RetryBudget, RetryOptions, backoff_s
+
+
+class Retries:
+    """The retries of all requests together."""
+
+    def __init__(self, options: RetryOptions, chance: Callable[[], float], clock: Callable[[], float]) -> None:
+        """Begin with an empty count; ``chance`` gives random numbers from 0 to 1."""
+        self._options = options
+        self._budget = RetryBudget(options)
+        self._chance = chance
+        self._clock = clock
+
+    def counters(self) -> dict[str, int]:
+        """Return how many were made, and how many there was no budget for."""
+        return {"made": self._budget.spent, "refused": self._budget.refused}
+
+    def began(self) -> None:
+        """Count a request at its first attempt."""
+        self._budget.earn(self._clock())
+
+    def later(self, failures: int, call: Callable[[], None]) -> asyncio.TimerHandle | None:
+        """Call after the back-off that follows so many failures; ``None`` if there is no budget for another attempt."""
+        if not self._budget.spend(self._clock()):
+            return None
+        delay_s = backoff_s(self._options, failures, self._chance())
+        return asyncio.get_running_loop().call_later(delay_s, call)

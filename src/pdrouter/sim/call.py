@@ -1,0 +1,66 @@
+"""A request as any emulated engine understands it: which endpoint, which prompts, where they run, what the answer is.
+
+Kinds of engines read it from bytes (``emulator_api.py`` for SGLang); the emulator makes tickets of it.
+"""
+
+from enum import StrEnum, auto
+
+import msgspec
+
+from pdrouter.sim.job import Role
+from pdrouter.sim.text import Prompt
+
+
+class Api(StrEnum):
+    """Which endpoint was called."""
+
+    GENERATE = auto()
+    CHAT = auto()
+    COMPLETION = auto()
+    RESPONSES = auto()
+    MESSAGES = auto()
+
+
+class Handoff(msgspec.Struct, frozen=True):
+    """What a prompt's request says of its other leg; each handshake has its own."""
+
+
+class RoomHandoff(Handoff, frozen=True):
+    """SGLang: where the legs meet. ``prefill_rank`` None: the room says it."""
+
+    room: int
+    address: tuple[str, int]
+    prefill_rank: int | None
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a request, checked. ``rank``: of this engine, from 0; None: the engine chooses.
+
+    ``role``: what the engine does for it; None: the engine's own role. ``stops_early``: the answer ends by itself.
+    """
+
+    rid: str
+    prompt: Prompt
+    choice: int
+    output_tokens: int
+    stops_early: bool
+    rank: int | None
+    role: Role | None = None
+    handoff: Handoff | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole request, checked. ``id`` of the answer; None: that of its first prompt.
+
+    ``logprob_start``: first token of the prompt whose logprobs are told.
+    """
+
+    api: Api
+    parts: list[Part]
+    is_batch: bool
+    is_stream: bool
+    include_usage: bool
+    has_logprobs: bool
+    model: str
+    id: str | None = None
+    logprob_start: int = 0

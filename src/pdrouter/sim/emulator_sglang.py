@@ -1,0 +1,152 @@
+"""SGLang as a kind of engine: its endpoints for information, load and abort, joined with its requests and handshake.
+
+Requests: ``emulator_api.py``; handshake: ``sglang_handshake.py``; load: ``load_reports.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pdrouter.sim.call import Api, Call
+from pdrouter.sim.emulator_api import read_call
+from pdrouter.sim.emulator_kind import Routes
+from pdrouter.sim.emulator_replies import DONE, Reply, event, make_reply
+from pdrouter.sim.emulator_settings import EngineError
+from pdrouter.sim.faults import FaultRule
+from pdrouter.sim.http_exchange import Exchange
+from pdrouter.sim.live_engine import LiveEngine
+from pdrouter.sim.load_reports import LoadReports
+from pdrouter.sim.load_samples import LoadSamples
+from pdrouter.sim.ticket import Ticket
+
+_APIS: Mapping[str, Api] = {
+    "/generate": Api.GENERATE,
+    "/v1/chat/completions": Api.CHAT,
+    "/v1/completions": Api.COMPLETION,
+}
+
+
+class _AbortBody(msgspec.Struct, frozen=True):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class SglangKind:
+    """SGLang's endpoints over one engine."""
+
+    paths = _APIS.keys()
+    load_paths = frozenset({"/v1/loads", "/get_load"})
+
+    def __init__(self, engine: LiveEngine, samples: LoadSamples) -> None:
+        self._settings = engine.settings
+        self._engine = engine
+        self._reports = LoadReports(engine, samples)
+
+    def read(self, path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
+        """Read and check a request. Raises: ``EngineError``."""
+        return read_call(_APIS[path], raw, headers, self._settings)
+
+    def reply(self, call: Call, tickets: Sequence[Ticket]) -> Reply:
+        """Make the format of its answer; only a decode side leaves the prompt's logprobs out."""
+        return make_reply(call, tickets, has_prompt_logprobs=self._settings.role != "decode")
+
+    def error_body(self, error: EngineError) -> dict[str, object]:
+        """Return the error object."""
+        return {
+            "object": "error",
+            "message": error.message,
+            "type": error.kind,
+            "param": None,
+            "code": error.status,
+        }
+
+    def error_event(self, error: EngineError) -> bytes:
+        """Return an error in the middle of a stream, and its end."""
+        return event({"error": self.error_body(error)}) + DONE
+
+    def routes(self) -> Routes:
+        """Handlers by path and method."""
+        table: Routes = {}
+        for path in ("/health", "/health_generate"):
+            table[path] = {"GET": self._healthy}
+        for path in ("/server_info", "/get_server_info"):
+            table[path] = {"GET": self._server_info}
+        for path in ("/model_info", "/get_model_info"):
+            table[path] = {"GET": self._model_info}
+        if self._settings.load_api in {"both", "v1"}:
+            table["/v1/loads"] = {"GET": self._loads}
+        if self._settings.load_api in {"both", "legacy"}:
+            table["/get_load"] = {"GET": self._legacy_load}
+        table["/v1/models"] = {"GET": self._models}
+        table["/metrics"] = {"GET": self._metrics}
+        table["/abort_request"] = {"POST": self._abort}
+        table["/flush_cache"] = {"POST": self._flush, "GET": self._flush}
+        return table
+
+    async def _healthy(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        await exchange.reply(200, b"")
+
+    async def _server_info(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        settings, engine = self._settings, self._engine
+        role = None if settings.role == "regular" else settings.role
+        await exchange.reply_json(
+            200,
+            {
+                "model_path": engine.profile.model,
+                "served_model_name": settings.model,
+                "tp_size": engine.profile.tp,
+                "dp_size": settings.dp_size,
+                "disaggregation_mode": role,
+                "disaggregation_bootstrap_port": engine.handshake.port,
+                "load_balance_method": "follow_bootstrap_room" if role == "prefill" else "round_robin",
+                "version": settings.version,
+                "max_total_num_tokens": engine.kv_capacity_tokens,
+                "max_running_requests": engine.profile.max_batch,
+                "max_prefill_tokens": 2 * engine.profile.prefill_chunk_tokens,
+                "chunked_prefill_size": engine.profile.prefill_chunk_tokens,
+                "stream_interval": settings.stream_interval,
+                "emulator_profile": settings.profile,
+                "emulator_speed": settings.speed,
+            },
+        )
+
+    async def _model_info(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        path = self._engine.profile.model
+        info = {"model_path": path, "tokenizer_path": path, "is_generation": True}
+        await exchange.reply_json(200, info)
+
+    async def _models(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        name = self._settings.model
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name}
+        await exchange.reply_json(200, {"object": "list", "data": [card]})
+
+    async def _loads(self, exchange: Exchange, rules: list[FaultRule]) -> None:
+        include = {part for value in exchange.query.get("include", []) for part in value.split(",")}
+        await exchange.reply(200, _encode_load(self._reports.v1(include, rules), rules))
+
+    async def _legacy_load(self, exchange: Exchange, rules: list[FaultRule]) -> None:
+        await exchange.reply(200, _encode_load(self._reports.legacy(rules), rules))
+
+    async def _metrics(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        await exchange.reply(200, self._reports.metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    async def _abort(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        try:
+            body = msgspec.json.decode(await exchange.read(), type=_AbortBody)
+        except msgspec.MsgspecError as error:
+            await exchange.fail(EngineError(400, "bad_request", f"invalid request: {error}"))
+            return
+        self._engine.abort_matching(body.rid or "", is_all=body.abort_all)
+        await exchange.reply(200, b"")
+
+    async def _flush(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        is_done = self._engine.flush_cache()
+        text = b"Cache flushed.\n" if is_done else b"Cache not flushed: there are requests.\n"
+        await exchange.reply(200 if is_done else 400, text, b"text/plain; charset=utf-8")
+
+
+def _encode_load(value: object, rules: list[FaultRule]) -> bytes:
+    # Python's own JSON writes NaN for not-a-number; msgspec would write null.
+    encoded = msgspec.json.encode(value)
+    is_nan = any(rule.kind == "bad_load" and rule.mode == "nan" for rule in rules)
+    return encoded.replace(b":null", b":NaN") if is_nan else encoded

@@ -1,0 +1,1 @@
+"""TensorRT-LLM as an emulated engine; ``kind.py`` joins its parts."""

@@ -1,0 +1,1 @@
+"""The router's core and engines in virtual time: traces, fleets, runs, figures."""

@@ -1,0 +1,1 @@
+"""vLLM as an emulated engine: endpoints, connectors, metrics."""

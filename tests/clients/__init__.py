@@ -1,0 +1,1 @@
+"""Clients that we didn't write, through the router, over emulated engines."""

@@ -1,0 +1,50 @@
+"""What engines count: read at the end of an answer, and told anew."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count, with_cached_tokens
+
+USAGE = b'{"usage":{"prompt_tokens":453,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":256}}}'
+
+
+@pytest.mark.parametrize(
+    ("tail", "count"),
+    [
+        (USAGE, PromptCount(453, 256)),
+        (b'{"meta_info":{"prompt_tokens": 7, "cached_tokens" : 3}}', PromptCount(7, 3)),
+        (b'{"usage":{"prompt_tokens":453,"prompt_tokens_details":null}}', None),
+        (b'{"cached_tokens":"many"}', None),
+        (b'{"cached_tokens":-1}', None),
+        (b'"cached_tokens":5', PromptCount(0, 5)),
+        (b"", None),
+    ],
+)
+def test_what_was_cached(tail: bytes, count: PromptCount | None) -> None:
+    """OpenAI's usage and SGLang's meta_info; nothing where an engine doesn't tell."""
+    assert prompt_count(tail) == count
+
+
+def test_the_last_mention_counts() -> None:
+    """An answer may quote the name; the engine's own count comes after it."""
+    assert last_number(CACHED_TOKENS, b'"\\"cached_tokens\\":1" ... "cached_tokens":2') == 2
+
+
+@pytest.mark.invariant("I10")
+@given(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.text(max_size=20))
+def test_only_the_number_changes(before: int, after: int, text: str) -> None:
+    """All other bytes of a piece stay."""
+    answer = {"text": text, "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": before}}}
+    told = json.loads(with_cached_tokens(json.dumps(answer).encode(), after))
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == after
+    told["usage"]["prompt_tokens_details"]["cached_tokens"] = before
+    assert told == answer
+
+
+@pytest.mark.parametrize("piece", [b"", b'data: {"choices":[]}\n\n', b'{"cached_tokens":null}', b'"cached_tokens"'])
+def test_a_piece_without_the_number_stays(piece: bytes) -> None:
+    """There is nothing to tell anew."""
+    assert with_cached_tokens(piece, 5) == piece

@@ -12,11 +12,12 @@ LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-ha
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SOAK_ARGS ?=
 FUZZ_S ?= 60
 TEST_VLLM_ARGS ?=
 AIPERF_ARGS ?=
 
-.PHONY: help demo test test-clients test-vllm aiperf lint format docs bench fuzz lock clean
+.PHONY: help demo test test-clients test-vllm aiperf lint format docs bench study study-quick fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,10 +71,19 @@ format: $(VENV)/.dev-installed  ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.dev-installed  ## write docs/config.md from the settings
-	@$(BIN)/python -m pdrouter.config > docs/config.md
+	@$(BIN)/python -m pdrouter.manual > docs/config.md
 
 bench: $(VENV)/.dev-installed  ## CPU per request and per chunk, beside sglang-router
 	@$(BIN)/python benchmarks/proxy.py
+
+soak: $(VENV)/.demo-installed  ## five minutes of mixed faults; every answer is checked (SOAK_ARGS='--seconds 60')
+	@$(BIN)/python -m pdrouter.sim.soak $(SOAK_ARGS)
+
+study: $(VENV)/.dev-installed  ## make the tables and pictures of docs/study.md anew (a quarter of an hour)
+	@$(BIN)/python benchmarks/study.py
+
+study-quick: $(VENV)/.dev-installed  ## what least_work is to reach against its peers, and whether it does (three minutes)
+	@$(BIN)/python benchmarks/study.py --quick
 
 fuzz: $(VENV)/.dev-installed  ## look for bytes that break a client's connection, FUZZ_S seconds long
 	@$(PIP) install 'atheris>=3'

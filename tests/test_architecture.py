@@ -23,7 +23,7 @@ LAYERS = (
     {"upstream", "telemetry"},
     {"engines"},
     {"core"},
-    {"loading"},
+    {"loading", "manual"},
     {"config"},
     {"setting", "plugins"},
     {"errors"},

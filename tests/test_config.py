@@ -10,11 +10,11 @@ from pdrouter.config import (
     DemoSettings,
     check_profile_rule,
     check_tokenizer_file,
-    document,
     profile_entries,
     profile_rule,
     tokenizer_file,
 )
+from pdrouter.manual import document
 from pdrouter.setting import Setting, settings_of
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ def test_every_setting_is_described(item: Setting) -> None:
 
 
 def test_document_is_current() -> None:
-    """docs/config.md is what ``python -m pdrouter.config`` prints."""
+    """docs/config.md is what ``python -m pdrouter.manual`` prints."""
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == document()
     assert all(f"| `{name}` |" in document() for name in SETTINGS)
 

@@ -1,12 +1,10 @@
 """Every setting: default, unit, range and doc string, each written once.
 
 Flags, environment variables, YAML keys and ``docs/config.md`` are derived from ``Settings``
-(``python -m pdrouter.config`` prints the document). It must not know who uses a setting. Read
+(``python -m pdrouter.manual`` prints it). It must not know who uses a setting. Read
 ``Settings`` first, then ``loading.py``, which fills it.
 """
 
-import sys
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
@@ -337,12 +335,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "that a short or urgent one can overtake (policy least_work).")] = True
     admission_max_queue_secs: Annotated[float, setting("Admission",
         "A prefill rank has enough to do when reading what is queued on it takes longer.",
-        unit="s", low=0, high=3600)] = 1.0
+        unit="s", low=0, high=3600)] = 0.2
     admission_max_kv_share: Annotated[float, setting("Admission",
         "A decode rank has enough to do when more of its KV is in use.", unit="share", low=0.01, high=1)] = 0.95
     admission_aging_rate: Annotated[float, setting("Admission",
         "Seconds of work that a second of waiting outweighs: 0 is least work first, more is fairer to long prompts.",
-        unit="s/s", low=0, high=1000)] = 0.3
+        unit="s/s", low=0, high=1000)] = 0.05
     max_concurrent_requests: Annotated[int, setting("Admission",
         "Requests that run at once, in the whole router; further ones wait; -1: no limit.",
         unit="requests", low=-1, high=10_000_000)] = -1
@@ -413,7 +411,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Most idle connections kept to one endpoint.", unit="connections", low=0, high=65_535)] = 256
     upstream_read_buffer_bytes: Annotated[int, setting("Upstream",
         "Bytes of an answer held for a slow client before its engine is slowed.",
-        unit="bytes", low=1024, high=2**30)] = 262_144
+        unit="bytes", low=1024, high=2**30)] = 65_536
     upstream_max_header_bytes: Annotated[int, setting("Upstream",
         "Longest head of an engine's answer.", unit="bytes", low=1024, high=2**24)] = 65_536
     upstream_max_reply_bytes: Annotated[int, setting("Upstream",
@@ -447,54 +445,3 @@ def is_endpoints(item: Setting) -> bool:
 
 SETTINGS: Final = settings_of(Settings)
 ENDPOINT_SETTINGS: Final = settings_of(EndpointSettings)
-
-
-_DOCUMENT = """\
-# Settings
-
-Each setting has one name. From weakest to strongest, its value comes from
-
-1. its default;
-2. a YAML file (`pdrouter serve --config FILE`, or `PDROUTER_CONFIG`): `worker_load_check_interval: 2`;
-   dashes work, too;
-3. the environment: `PDROUTER_WORKER_LOAD_CHECK_INTERVAL=2`; lists are separated by commas, and an empty
-   variable counts as not set;
-4. a flag: `--worker-load-check-interval 2`; for true and false `--decision-headers` and
-   `--no-decision-headers`.
-
-A list replaces the list of a weaker source; `none` unsets what may be unset. An unknown name, a value out of
-range or a URL that isn't one stops the start. `pdrouter check-config` prints the effective settings and where
-each came from.
-
-`python -m pdrouter.config` writes this page.
-"""
-
-_ENDPOINT = """\
-### An endpoint
-
-Members of `prefill`, `decode` and `worker`: in YAML a mapping of these, or the text
-`URL [BOOTSTRAP_PORT|none]`; as repeatable flags `--prefill URL [BOOTSTRAP_PORT|none]`, `--decode URL` and
-`--worker URL`; in the environment `PDROUTER_PREFILL="URL [BOOTSTRAP_PORT|none], URL"`.
-"""
-
-
-def document() -> str:
-    """Return ``docs/config.md``."""
-    lines = [_DOCUMENT]
-    for group in dict.fromkeys(item.group for item in SETTINGS.values()):
-        lines += [f"## {group}\n", _table(item for item in SETTINGS.values() if item.group == group)]
-        if group == "Fleet":
-            lines += [_ENDPOINT, _table(ENDPOINT_SETTINGS.values())]
-    return "\n".join(lines)
-
-
-def _table(items: Iterable[Setting]) -> str:
-    rows = ["| Name | Default | Unit | Range | What it does |", "|--|--|--|--|--|"]
-    for item in items:
-        cells = (f"`{item.name}`", item.default_text, item.unit, item.range_text, item.description)
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(document())

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import pytest
 
 from tests.clients.fleets import MODEL, QUESTION, answer_to, refuse, without_decode
@@ -60,8 +59,9 @@ async def test_errors_of_engines(vllm_pair: Lab, status: int, name: str) -> None
 async def test_an_error_of_the_router() -> None:
     """It says what is wrong."""
     async with without_decode() as lab, connected(lab) as client:
-        with pytest.raises(anthropic.InternalServerError, match="no_ready_pair"):
+        with pytest.raises(anthropic.InternalServerError, match="no_ready_pair") as caught:
             await client.messages.create(**asking(3))
+        assert caught.value.type == "overloaded_error"
 
 
 async def test_a_stream_that_the_client_leaves(vllm_pair: Lab) -> None:
@@ -74,8 +74,9 @@ async def test_a_stream_that_the_client_leaves(vllm_pair: Lab) -> None:
 
 
 async def test_an_error_in_mid_stream(vllm_pair: Lab) -> None:
-    """A stream that breaks raises; it never ends as if it were whole."""
+    """A stream that breaks raises what the router says of it; it never ends as if it were whole."""
     await fault(vllm_pair.decodes[0], "reset", "/v1/messages", after_chunks=2)
     async with connected(vllm_pair) as client, client.messages.stream(**asking(500)) as stream:
-        with pytest.raises((anthropic.APIError, httpx2.RemoteProtocolError)):
+        with pytest.raises(anthropic.APIStatusError, match="upstream_closed") as caught:
             await stream.get_final_message()
+    assert caught.value.body["error"]["type"] == "api_error"

@@ -64,6 +64,25 @@ def test_a_whole_life() -> None:
     assert (second.kind, second.report_age_s) == ("decode", None)
 
 
+def test_notes_stand_where_they_were_made() -> None:
+    """What else was seen of a request is told among the rest, each at its moment."""
+    router = make_pair()
+    decision = decide(router, facts(100, request_id="a"), 5.0)
+    router.observe(events.Noted(decision, "KV took 3 s"), 5.25)
+    router.observe(events.FirstTokenSeen(decision), 5.5)
+    router.observe(events.Noted(decision, "the client reads slowly"), 6.0)
+    during = told(router, "a", 6.0)
+    router.settle(decision, 7.0)
+    expected = [
+        (0.0, "decided"),
+        (0.25, "KV took 3 s"),
+        (0.5, "first token"),
+        (1.0, "the client reads slowly"),
+    ]
+    assert happened(during) == expected
+    assert happened(told(router, "a")) == [*expected, (2.0, "settled: answered")]
+
+
 def test_a_request_that_lives() -> None:
     """It is told as far as it has come."""
     router = make_pair()

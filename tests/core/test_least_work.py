@@ -315,9 +315,24 @@ def test_a_hot_prefix_spreads_as_its_traffic_needs() -> None:
             placed = decide(router, facts(4100, prefix_blocks=blocks, block_tokens=40.0), now_s)
             assert placed.prefill is not None
             ranks[placed.prefill.rank] += 1
-            if number == 0:
-                router.observe(events.FirstTokenSeen(placed), 0.2)
+            if number == 0 or most == 1:
+                router.observe(events.FirstTokenSeen(placed), now_s + (gap_s / 2 if number else 0.2))
         assert least <= len(ranks) <= most, ranks
+
+
+def test_idle_ranks_with_the_same_match_take_turns() -> None:
+    """A system prompt that all ranks hold doesn't make one of them the favourite."""
+    router = make_least([prefill("p", dp_size=4), decode("d")])
+    ranks: Counter[int | None] = Counter()
+    placed = [decide(router, facts(130, prefix_blocks=(-1, -2, number), block_tokens=40.0), 0.0) for number in range(4)]
+    for number in range(4, 44):
+        for earlier in placed:
+            router.observe(events.FirstTokenSeen(earlier), number - 0.5)
+        placed = [decide(router, facts(130, prefix_blocks=(-1, -2, number), block_tokens=40.0), float(number))]
+        assert placed[0].prefill is not None
+        assert placed[0].prefix_tokens == 80
+        ranks[placed[0].prefill.rank] += 1
+    assert max(ranks.values()) <= 11, ranks
 
 
 def test_the_second_of_a_burst_sees_where_the_first_went() -> None:

@@ -47,7 +47,7 @@ def test_retries_are_a_share_of_requests() -> None:
     """When everything fails, a fifth of the requests is tried again, apart from what was saved up."""
     budget = RetryBudget(OPTIONS)
     for _ in range(1000):
-        budget.earn(1.0)
+        budget.earn(1.0, 1)
         budget.spend(1.0)
     assert 200 <= budget.spent <= 210
     assert budget.spent + budget.refused == 1000

@@ -193,6 +193,18 @@ def test_equations_are_solved() -> None:
     assert solve([]) == []
 
 
+def test_counted_texts_are_learned_of_apart() -> None:
+    """Where a text's own tokens are known, what a template adds to each piece and to all; not so for texts by bytes."""
+    estimator = make_estimator()
+    assert estimator.estimate("m", TextShape.counted(1000, 8)) == 1000
+    for number in range(30):
+        tokens, pieces = 50 + 970 * number % 3000, 1 + number * 5 % 13
+        estimator.learn("m", TextShape.counted(tokens, pieces), tokens + 3 * pieces + 20)
+    assert estimator.estimate("m", TextShape.counted(500, 40)) == pytest.approx(640, rel=0.02)
+    assert estimator.estimate("m", TextShape.counted(0, 1)) >= 1
+    assert estimator.estimate("m", 4000) == 1000
+
+
 # Events
 
 

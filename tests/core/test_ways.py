@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from pdrouter.core import events
+from pdrouter.core.cost import NEUTRAL, prefill_s
 from pdrouter.core.fleet import Disaggregation, Endpoint, Fleet, Role, Way
-from pdrouter.core.ledger import LegKind
+from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.router import Router
 
@@ -110,6 +111,19 @@ def test_what_the_decode_side_holds_needs_no_prefill() -> None:
     assert decide(router, facts(30_000), 1.0).prefill is not None
 
 
+@pytest.mark.parametrize("policy", ["least_work", "minimum_tokens", "round_robin"])
+def test_what_is_cached_is_held_by_whoever_answers(policy: str) -> None:
+    """A leg that does both takes the KV of its whole prompt, and the time to read only what isn't cached."""
+    router = make_router([regular("r")], make_options(policy=policy, rank_policy="least_work"))
+    known = facts(1000, prefix_blocks=(1, 2, 3), block_tokens=300.0)
+    router.settle(decide(router, known, 0.0), 1.0)
+    again = decide(router, known, 1.0)
+    leg = again.decode.reservation
+    assert (again.prefix_tokens, leg.tokens, leg.held_tokens) == (900, 1000, 1000)
+    assert router.load.endpoints["r"].ranks[0].effective_tokens == 1000
+    assert leg.prefill_s == pytest.approx(prefill_s(NEUTRAL, 100, 900))
+
+
 def test_both_sides_hold_what_a_pair_has_read() -> None:
     """Where a decode endpoint reads prompts, it can use what it was given."""
     router = vllm_router("always")
@@ -160,3 +174,34 @@ def test_a_pair_is_still_a_pair() -> None:
     """Where nothing else is open, nothing is compared."""
     router = make_router(SGLANG_PAIR, make_options(policy="least_work"))
     assert prefill_of(decide(router, CHAT, 0.0)).endpoint.role is Role.PREFILL
+
+
+def test_a_pair_that_the_search_cant_see_is_still_a_pair() -> None:
+    """An engine that hasn't told its model may be paired with one that has; the policies of the sides find it."""
+    router = make_router([prefill("p"), decode("d", model="m")], make_options(policy="least_work"))
+    decision = decide(router, CHAT, 0.0)
+    assert (prefill_of(decision).endpoint.address, decision.decode.endpoint.address) == ("p", "d")
+    router.settle(decision, 1.0)
+    router.validate()
+
+
+@pytest.mark.invariant("I8")
+@pytest.mark.parametrize("policy", ["least_work", "round_robin", "load_aware", "minimum_tokens"])
+def test_where_the_pair_has_failed_one_endpoint_serves(policy: str) -> None:
+    """The decode endpoint reads the prompt itself when its prefill partner has failed, and leaves it when it failed."""
+    router = vllm_router("auto", policy, decode("e", **VLLM))
+    for number in range(6):
+        decision = decide(router, CHAT, number / 100, frozenset({RankKey("p", 0), RankKey("d", 0)}))
+        assert (decision.prefill, decision.decode.endpoint.address) == (None, "e")
+        decision = decide(router, WHOLE, number / 100, frozenset({RankKey("e", 0)}))
+        assert (decision.prefill, decision.decode.endpoint.address) == (None, "d")
+
+
+@pytest.mark.invariant("I8")
+@pytest.mark.parametrize("policy", ["least_work", "minimum_tokens"])
+def test_a_way_that_is_not_open_isnt_taken_for_a_retry(policy: str) -> None:
+    """Where the operator wants pairs only, or none, what failed is tried again rather than another way."""
+    for mode, is_pair in (("always", True), ("never", False)):
+        router = vllm_router(mode, policy)
+        decision = decide(router, CHAT, 0.0, frozenset({RankKey("p", 0), RankKey("d", 0)}))
+        assert (decision.prefill is not None) is is_pair

@@ -46,6 +46,21 @@ def test_a_report_doesnt_begin_the_work_anew() -> None:
         assert worker_of(router).free_at_s == pytest.approx(free_at_s)
 
 
+def test_a_late_prompt_holds_up_those_behind_it() -> None:
+    """While the first hasn't ended none behind it is begun, however long it takes; whoever ends out of turn is done."""
+    router = make_least()
+    first = decide(router, facts(1000), 10.0)
+    second = decide(router, facts(1000), 10.0)
+    decide(router, facts(1000), 20.0)
+    assert worker_of(router).free_at_s == pytest.approx(20 + 2 * READ_S)
+    router.observe(events.LoadReported("p", [RankReport(0, 3000.0, 3.0)], 29.9), 30.0)
+    assert worker_of(router).free_at_s == pytest.approx(30 + 2 * READ_S)
+    router.observe(events.FirstTokenSeen(second), 31.0)
+    assert worker_of(router).free_at_s == pytest.approx(31 + READ_S)
+    router.observe(events.FirstTokenSeen(first), 32.0)
+    assert worker_of(router).free_at_s == pytest.approx(32 + READ_S)
+
+
 def test_an_answer_that_grows_makes_steps_longer() -> None:
     """Its rank's share follows each token, and is gone with it."""
     router = make_least()
@@ -137,6 +152,28 @@ def test_answers_teach_the_pace_of_steps() -> None:
     site = router.work.sites["d"]
     assert list(site.pool.decode.values()) == [tier]
     assert [kind.writers for kind in site.domain.kinds] == [(tier.pace,)]
+
+
+def test_peers_are_those_of_one_profile() -> None:
+    """What one endpoint shows is expected of others of its profile that nobody has tried, and of no others."""
+    named = {name: msgspec.structs.replace(NEUTRAL, step_base_s=s) for name, s in (("a", 0.01), ("b", 0.02))}
+    fleet = [prefill("p"), *(decode(name, profile=name[0]) for name in ("a1", "a2", "b1", "b2"))]
+    router = make_router(fleet, make_options(policy="least_work", profiles=named))
+    for address in ("a2", "b1", "b2"):
+        router.observe(events.ReadinessChanged(address, "out"), 0.0)
+    for second in range(40):
+        placed = decide(router, facts(100), second)
+        router.observe(events.FirstTokenSeen(placed), second)
+        router.observe(events.UsageSeen(placed, 100, 101, 101), second + 100 * 0.05)
+        router.settle(placed, second + 5.0)
+    factors = {address: site.speed.decode_factor for address, site in router.work.sites.items()}
+    assert factors["a1"] > 3
+    assert factors["a2"] == pytest.approx(factors["a1"], rel=0.1)
+    assert factors["b1"] == factors["b2"] == 1.0
+    for address in ("a2", "b1", "b2"):
+        router.observe(events.ReadinessChanged(address, None), 50.0)
+    tiers = [worker_of(router, address).decode_tier for address in ("a1", "a2", "b1", "b2")]
+    assert tiers[0] is tiers[1] is not tiers[2] is tiers[3]
 
 
 def test_long_prompts_alone_teach_the_pace_of_prefill() -> None:

@@ -102,6 +102,13 @@ def test_a_nixl_decode_is_told_what_the_prefill_said() -> None:
     assert ids == {"x-request-id: r-1-a1"}
 
 
+def test_a_prefill_that_stopped_at_its_one_token() -> None:
+    """The client asked for more than that: the decode leg runs."""
+    answer = b'{"choices":[{"finish_reason":"stop"}],"kv_transfer_params":%b}' % PARAMS
+    _, after = hand_over(pair(), chat({"max_tokens": 50}), answer)
+    assert (read(after.decode)["max_tokens"], after.has_kv) == (50, True)
+
+
 @pytest.mark.parametrize("answer", [P_ANSWER % b"null", b'{"usage":{"prompt_tokens":3}}', b"{}"])
 def test_a_prefill_that_doesnt_say_where_its_kv_is(answer: bytes) -> None:
     """The decode engine reads the prompt itself; that is told."""

@@ -50,13 +50,15 @@ async def nothing_left(lab: Lab, within_s: float = 4.0) -> AsyncIterator[None]:
     """Check that no load, task, connection in use, work at an engine or object of a request is left behind."""
     await neighbours(lab)
     await lab.settled()
-    tasks, objects = _tasks(), _objects()
+    gc.collect()
+    tasks, parts = _tasks(), objects()
     yield
     await lab.settled(within_s)
     await until(lambda: not _tasks() - tasks, within_s)
     async with asyncio.timeout(within_s):
-        while _objects() > objects:  # noqa: ASYNC110 - memory tells no events
+        while objects() > parts:
             await asyncio.sleep(0.02)
+            gc.collect()
 
 
 def _tasks() -> set[str]:
@@ -69,8 +71,7 @@ def _tasks() -> set[str]:
     return {f"{name} {i}" for name, count in counted.items() for i in range(count)}
 
 
-def _objects() -> int:
+def objects() -> int:
     """Return how many parts of requests are in memory, without the connections that are kept."""
-    gc.collect()
     found = [thing for thing in gc.get_objects() if type(thing) in OF_A_REQUEST]
     return sum(not (isinstance(thing, Connection) and thing.is_idle) for thing in found)

@@ -28,6 +28,7 @@ from pdrouter.core import events
 from pdrouter.core.breaker import BreakerOptions
 from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
+from pdrouter.core.entrance import EntranceOptions
 from pdrouter.core.fleet import Disaggregation, Endpoint, Role
 from pdrouter.core.ledger import UNASSIGNED, LegKind, RankKey
 from pdrouter.core.load import EndpointLoad, RankReport
@@ -51,8 +52,7 @@ DP_SIZES = st.integers(1, 3)
 NUMBERS = st.one_of(st.integers(0, 2000), st.sampled_from([-1.0, math.nan, math.inf, -math.inf, 1e300, 0.5]))
 WRONG_RANKS = st.sampled_from([-1, 0, 1, 2, 3, 7])
 DELAYS_S = st.sampled_from([0.0, 0.5])
-
-
+BREAKER = BreakerOptions(failure_threshold=2, success_threshold=1, open_s=3.0, window_s=10.0, is_disabled=False)
 FAILED = st.frozensets(st.builds(RankKey, ADDRESSES, st.sampled_from([UNASSIGNED, 0, 0, 1])), max_size=3)
 
 
@@ -92,6 +92,7 @@ class Books(RuleBasedStateMachine):
     policy = "minimum_tokens"
     rank_policy = "minimum_tokens"
     ancestors = ANCESTORS
+    entrance: EntranceOptions | None = None
     requests = Bundle("requests")
 
     def __init__(self) -> None:
@@ -114,10 +115,8 @@ class Books(RuleBasedStateMachine):
                 decode_policy=self.policy,
                 rank_policy=self.rank_policy,
                 disaggregation=Disaggregation.AUTO,
-                breaker=BreakerOptions(
-                    failure_threshold=2, success_threshold=1, open_s=3.0, window_s=10.0, is_disabled=False
-                ),
-                entrance=None,
+                breaker=BREAKER,
+                entrance=self.entrance,
                 report_max_age_s=MAX_AGE_S,
                 visible_delay_s=delay_s,
                 history_events=HISTORY_EVENTS,
@@ -146,13 +145,7 @@ class Books(RuleBasedStateMachine):
     def join(self, address: str, group: str, dp_size: int, model: str | None, out: str | None) -> None:
         """An endpoint is discovered, perhaps again."""
         endpoint = Endpoint(
-            address=address,
-            host=address,
-            port=80,
-            role=Role(address[:-1]),
-            group=group,
-            dp_size=dp_size,
-            model=model,
+            address=address, host=address, port=80, role=Role(address[:-1]), group=group, dp_size=dp_size, model=model
         )
         if address not in self.fleet and out is not None:
             self.out[address] = out
@@ -206,11 +199,12 @@ class Books(RuleBasedStateMachine):
         tokens=st.integers(1, 500),
         blocks=st.integers(0, 3),
         prompt=st.integers(0, 2),
-        model=st.sampled_from([None, None, "m", "n", "unknown"]),
-        prefill_rank=st.sampled_from([None, None, None, 0, 2, 9]),
-        decode_rank=st.sampled_from([None, None, None, 1, -1]),
+        model=st.sampled_from([None, None, None, "m", "n", "unknown"]),
+        prefill_rank=st.sampled_from([*[None] * 9, 0, 2, 9]),
+        decode_rank=st.sampled_from([*[None] * 9, 1, -1]),
         key=st.sampled_from([None, 1, 2**64 - 1]),
         failed=FAILED,
+        copies=st.integers(1, 4),
     )
     def decide(
         self,
@@ -222,6 +216,7 @@ class Books(RuleBasedStateMachine):
         decode_rank: int | None,
         key: int | None,
         failed: frozenset[RankKey],
+        copies: int,
     ) -> object:
         """A request is placed on a ready, compatible pair, not where it failed before, or it is said why not."""
         facts = RequestFacts(
@@ -236,14 +231,24 @@ class Books(RuleBasedStateMachine):
             routing_key=key,
             client_key=key,
         )
-        answer = self.router.decide(facts, self.now_s, failed)
+        placed = [self._ask(facts, failed) for _ in range(copies)]
+        return multiple(*(request for request in placed if request is not None))
+
+    def _ask(self, facts: RequestFacts, failed: frozenset[RankKey], *, is_admitted: bool = False) -> Request | None:
+        return self._judge(self.router.decide(facts, self.now_s, failed, is_admitted=is_admitted), facts, failed)
+
+    def _ready(self) -> list[Endpoint]:
+        return [e for e in self.fleet.values() if e.address not in self.out]
+
+    def _judge(self, answer: object, facts: RequestFacts, failed: frozenset[RankKey]) -> Request | None:
+        ready = self._ready()
         if isinstance(answer, Rejection):
-            self._judge_rejection(answer, facts)
-            return multiple()
+            self._judge_rejection(answer, ready, facts)
+            return None
         assert isinstance(answer, Decision)
-        self._judge_pair(answer)
-        if (prefill_rank, decode_rank) == (None, None):
-            self._judge_repetition(answer, failed)
+        self._judge_pair(answer, ready)
+        if (facts.prefill_rank, facts.decode_rank) == (None, None):
+            self._judge_repetition(answer, ready, failed)
         request = Request(answer, [self._leg(p, facts, answer.prefix_tokens) for p in answer.placements])
         self.live.append(request)
         return request
@@ -253,11 +258,11 @@ class Books(RuleBasedStateMachine):
         tokens = facts.prompt_tokens - (prefix_tokens if placement.kind is LegKind.PREFILL else 0)
         return Leg(placement, tokens, facts.prompt_tokens, self.now_s)
 
-    def _judge_pair(self, decision: Decision) -> None:  # I6
+    def _judge_pair(self, decision: Decision, ready: list[Endpoint]) -> None:  # I6
         for placement in decision.placements:
             known = self.fleet[placement.endpoint.address]
             assert placement.endpoint == known
-            assert known.address not in self.out
+            assert known in ready
             assert placement.rank is None or 0 <= placement.rank < known.dp_size
             assert self.rank_policy == ENGINE or placement.rank is not None
             asked = decision.facts.model
@@ -270,10 +275,10 @@ class Books(RuleBasedStateMachine):
         assert left.group == right.group
         assert None in {left.model, right.model} or left.model == right.model
 
-    def _judge_repetition(self, decision: Decision, failed: frozenset[RankKey]) -> None:  # I8
+    def _judge_repetition(self, decision: Decision, ready: list[Endpoint], failed: frozenset[RankKey]) -> None:  # I8
         repeated = sum(_is_failed(p.endpoint, p.rank, failed) for p in decision.placements)
         asked = decision.facts.model if len(self._models()) > 1 else None
-        ready = [e for e in self.fleet.values() if e.address not in self.out and asked in {None, e.model}]
+        ready = [e for e in ready if asked in {None, e.model}]
         regular = [_is_failed(e, None, failed) for e in ready if e.role is Role.REGULAR]
         pairs = [
             _is_failed(p, None, failed) + _is_failed(d, None, failed)
@@ -283,7 +288,7 @@ class Books(RuleBasedStateMachine):
         assert not repeated or all([*pairs, *regular])
         assert repeated <= min(regular if decision.prefill is None else pairs, default=2)
 
-    def _judge_rejection(self, rejection: Rejection, facts: RequestFacts) -> None:
+    def _judge_rejection(self, rejection: Rejection, ready: list[Endpoint], facts: RequestFacts) -> None:
         error = rejection.error
         assert isinstance(error, NoReadyPair | InvalidRank | ModelNotFound), error
         if isinstance(error, ModelNotFound):
@@ -291,7 +296,6 @@ class Books(RuleBasedStateMachine):
         if isinstance(error, InvalidRank):
             assert (facts.prefill_rank, facts.decode_rank) != (None, None)
         if isinstance(error, NoReadyPair) and facts.model is None:
-            ready = [e for e in self.fleet.values() if e.address not in self.out]
             assert not any(e.role is Role.REGULAR for e in ready)
             assert not any(
                 p.group == d.group and (None in {p.model, d.model} or p.model == d.model)

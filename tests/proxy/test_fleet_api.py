@@ -36,7 +36,13 @@ async def test_a_pair_joins_and_leaves() -> None:
         empty_lab() as lab,
     ):
         for engine, role in ((prefill, "prefill"), (decode, "decode")):
-            asked = {"url": engine.url, "worker_type": role, "model_id": None, "priority": 50, "labels": {}}
+            asked: dict[str, object] = {
+                "url": engine.url,
+                "worker_type": role,
+                "model_id": None,
+                "priority": 50,
+                "labels": {},
+            }
             asked |= {"bootstrap_port": None} if role == "decode" else {}
             reply = await call(lab, "POST", "/workers", asked)
             assert (reply.status, reply.json()["status"]) == (202, "accepted")
@@ -161,7 +167,7 @@ async def test_what_cant_be_with_a_worker() -> None:
         assert (await call(lab, "PUT", f"/workers/{url[7:]}", {"url": "http://b:2"})).status == 400
         assert (await call(lab, "PUT", f"/workers/{url[7:]}", {"draining": "yes"})).status == 400
         reply = await call(lab, "PATCH", f"/workers/{url[7:]}")
-        assert (reply.status, reply.headers["allow"]) == (405, "GET, PUT, DELETE")
+        assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD, PUT, DELETE")
         assert [endpoint.url for endpoint in lab.core.fleet] == [url]
 
 
@@ -226,3 +232,72 @@ async def test_a_caller_that_leaves() -> None:
             one.send("POST", "/flush_cache", b"", {})
         assert (await lab.post(CHAT, chat("x"))).status == 200
         await lab.settled()
+
+
+@pytest.mark.parametrize("depth", [2, 500, 940, 950, 960, 100_000])
+@pytest.mark.parametrize("field", ["worker_type", "url", "dp_size", "draining", "model_id", "api_key"])
+async def test_what_is_nested_where_nothing_is(field: str, depth: int) -> None:
+    """However deep, it is refused as the client's mistake."""
+    deep = b"[" * depth + b"]" * depth
+    async with make_lab(0, 0, 1) as lab, await connect(lab.url) as one:
+        for method, path in (("POST", "/workers"), ("PUT", f"/workers/{lab.workers[0].url[7:]}")):
+            one.send(method, path, b'{"url": "http://127.0.0.1:1", "%b": %b}' % (field.encode(), deep), {})
+            reply = await one.finish()
+            assert (reply.status, reply.json()["code"]) == (400, "BAD_REQUEST")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"{",
+        b'"\\ud800"',
+        b'{"url": "\xff"}',
+        b'{"url": "http://a:1", "dp_size": %b}' % (b"1" * 5000),
+        b'{"url": "http://a:1", "dp_size": 1e999}',
+        b'{"url": "http://a:%b"}' % (b"1" * 5000),
+        b'{"worker_type": {"a": "b"}}',
+        b'{"url": {"a": "b"}}',
+        b'{"%b": 1}' % (b"a" * 10_000),
+    ],
+)
+async def test_bodies_that_make_no_sense(body: bytes) -> None:
+    """Are refused as the client's mistake, and one that is too large before it was read."""
+    async with empty_lab(max_payload_size=20_000) as lab, await connect(lab.url) as one:
+        one.send("POST", "/workers", body, {})
+        reply = await one.finish()
+        assert (reply.status, reply.json()["code"]) == (400, "BAD_REQUEST")
+        one.send("POST", "/workers", body + b" " * 20_001, {})
+        reply = await one.finish()
+        assert (reply.status, reply.json()["code"]) == (413, "PAYLOAD_TOO_LARGE")
+        assert not len(lab.core.fleet)
+
+
+async def test_methods_that_a_path_has() -> None:
+    """A refusal names all of them, and a page that can be read can be asked for its head."""
+    async with empty_lab() as lab:
+        for path, methods in (
+            ("/workers", "GET, HEAD, POST"),
+            ("/list_workers", "GET, HEAD"),
+            ("/flush_cache", "POST"),
+        ):
+            reply = await call(lab, "PATCH", path)
+            assert (reply.status, reply.headers["allow"]) == (405, methods)
+        async with await connect(lab.url) as one:
+            one.send("HEAD", "/list_workers", b"", {})
+            assert await one.head() == 200
+
+
+async def test_an_added_worker_that_is_leaving_cant_be_changed() -> None:
+    """What was said of it is forgotten already."""
+    async with start_emulator(EmulatorSettings(speed=2.0)) as worker, empty_lab(shutdown_grace_period_secs=60) as lab:
+        assert (await call(lab, "POST", "/workers", {"url": worker.url})).status == 202
+        await lab.ready()
+        path = f"/workers/{worker.url[7:]}"
+        async with await lab.start(CHAT, chat("x", 100_000, stream=True)) as stream:
+            await stream.head()
+            assert (await call(lab, "DELETE", path)).status == 202
+            reply = await call(lab, "PUT", path, {"group": "h"})
+            told = {"error": f"{path[9:]} is leaving; add it anew", "code": "BAD_REQUEST"}
+            assert (reply.status, reply.json()) == (400, told)

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from pdrouter import errors
 from pdrouter.errors import RouterError
+from pdrouter.proxy.bodies import Api
 from pdrouter.proxy.replies import error_body, error_event, error_headers, passed_on
+from tests.lab import fault, make_lab, route_to
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RouterError)]
 
@@ -52,15 +54,33 @@ def test_headers_are_a_new_list_each_time() -> None:
     assert (b"a", b"b") not in error_headers(error)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_a_failure_in_a_stream_is_one_event(message: str) -> None:
-    """Whatever its message holds, no line of it ends the event early."""
-    event = error_event(errors.UpstreamClosed(message))
-    assert event.startswith(b"data: {")
-    assert event.endswith(b"}\n\n")
-    assert event.count(b"\n") == 2
+@pytest.mark.parametrize("kind", CLASSES)
+def test_anthropics_path_has_anthropics_shape(kind: type[RouterError]) -> None:
+    """Its type is one that Anthropic's API has for such a status; our code is kept beside it."""
+    body = json.loads(error_body(make(kind, "x", None), "/v1/messages"))
+    expected = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+    expected |= {408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error"}
+    expected |= {500: "api_error", 502: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+    other = "invalid_request_error" if kind.status < 500 else "api_error"
+    error_type = expected.get(kind.status, other)
+    assert body == {"type": "error", "error": {"type": error_type, "message": "x", "code": kind.code}}
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(Api))
+def test_a_failure_in_a_stream_is_one_event(message: str, path: Api) -> None:
+    """Whatever its message holds, no line of it ends the event early; where events have names, so has this."""
+    event = error_event(errors.UpstreamClosed(message), path)
+    name, data, body = event.partition(b"data: ")
+    assert (name, data) == (b"event: error\n" if path in (Api.MESSAGES, Api.RESPONSES) else b"", b"data: ")
+    assert body.endswith(b"}\n\n")
+    assert body.count(b"\n") == 2
     assert b"\r" not in event
-    assert json.loads(event[6:])["error"]["message"] == message
+    told = json.loads(body)
+    if path is Api.RESPONSES:
+        assert told == {"type": "error", "code": "upstream_closed", "message": message, "param": None}
+    else:
+        assert told == json.loads(error_body(errors.UpstreamClosed(message), path))
+        assert told["error"]["message"] == message
 
 
 def test_what_belongs_to_a_connection_stays_there() -> None:
@@ -90,3 +110,33 @@ def test_what_belongs_to_a_connection_stays_there() -> None:
     mixed = [pair for pairs in zip(theirs, ours, strict=False) for pair in pairs] + ours[len(theirs) :]
     assert passed_on(mixed) == theirs
     assert passed_on([]) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (Api.MESSAGES, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500}),
+        (Api.RESPONSES, {"input": "x", "max_output_tokens": 500}),
+    ],
+)
+async def test_a_stream_that_breaks_is_told_in_its_own_form(path: Api, body: dict[str, object]) -> None:
+    """The last event has the name and the shape that clients of this API know; behind it there is no proper end."""
+    async with make_lab(0, 0, 1, engine={"engine": "vllm"}) as lab:
+        await fault(lab.workers[0], "reset", path, after_chunks=2)
+        reply = await lab.post(path, {"model": "emulated", "stream": True, **body})
+        assert (reply.status, reply.is_whole) == (200, False)
+        name, told = reply.body.decode().strip().rsplit("\n\n", 1)[1].split("\ndata: ")
+        told = json.loads(told)
+        assert (name, told["type"]) == ("event: error", "error")
+        assert told.get("code", told.get("error", {}).get("code")) == "upstream_closed"
+        assert ("error" in told) is (path is Api.MESSAGES)
+        await lab.settled()
+
+
+async def test_an_error_before_the_answer_is_told_in_its_own_form() -> None:
+    """Anthropic's clients get Anthropic's shape, whoever else OpenAI's."""
+    async with route_to(waits=False) as lab:
+        for path in Api:
+            reply = await lab.post(path, {})
+            kind = reply.json().get("type")
+            assert (reply.status >= 400, kind) == (True, "error" if path is Api.MESSAGES else None)

@@ -142,6 +142,18 @@ async def test_a_prompt_that_is_read_twice() -> None:
         assert any("read again" in what for what in told)
 
 
+async def test_a_decode_that_had_nothing_of_the_prompt() -> None:
+    """Where the decode side tells what came to it, an answer without any KV of the prefill's is counted as well."""
+    answer = {"usage": {"prompt_tokens": 300, "prompt_tokens_details": {"cached_tokens": 0}}}
+    async with (
+        ScriptedEngine(None, {CHAT: always(200, {"usage": {"prompt_tokens": 300}})}).listen() as prefill,
+        ScriptedEngine(None, {CHAT: always(200, answer)}).listen() as decode,
+        route_to([prefill], [decode], engine="vllm", kv_transport="shared_storage", disaggregation="always") as lab,
+    ):
+        assert (await lab.post(CHAT, chat(LONG, 4))).status == 200
+        assert b'pdrouter_handovers_total{event="recomputed"} 1.0' in (await lab.get("/metrics")).body
+
+
 async def test_a_client_that_brings_kv_of_its_own(tmp_path: Path) -> None:
     """What isn't the client's to say goes nowhere."""
     async with vllm_lab("nixl", tmp_path) as lab:
@@ -177,14 +189,23 @@ async def test_no_prefill_at_all(tmp_path: Path) -> None:
         await lab.settled()
 
 
-async def test_kv_that_nobody_fetches_is_let_go(tmp_path: Path) -> None:
-    """The client leaves between the legs' work: the decode side is asked to have the prefill let go."""
-    async with vllm_lab("nixl", tmp_path, engine={"speed": 5.0}) as lab:
-        await fault(lab.decodes[0], "hang")
-        async with await lab.start(CHAT, chat(LONG, 4)):
-            await until(lambda: lab.prefills[0].snapshot().held_requests == 1)
-        await fault(lab.decodes[0], "slow", seconds=0)
-        await until(lambda: lab.is_ledger_zero and lab.is_quiet)
+async def test_kv_that_nobody_can_fetch_is_counted(tmp_path: Path) -> None:
+    """The decode engine is gone when the prompt is read: nobody can have the prefill let go before its own time."""
+    async with vllm_lab("nixl", tmp_path, disable_health_check=True) as lab:
+        await lab.decodes[0].stop()
+        reply = await lab.post(CHAT, chat(LONG, 4))
+        assert (reply.status, reply.error["code"]) == (502, "upstream_unreachable")
+        assert b'pdrouter_handovers_total{event="stranded"} 1.0' in (await lab.get("/metrics")).body
+        await until(lambda: lab.is_ledger_zero)
+
+
+async def test_a_decode_that_refuses(tmp_path: Path) -> None:
+    """The prefill's KV isn't left to its time limit, whoever refuses the decode leg."""
+    async with vllm_lab("nixl", tmp_path) as lab:
+        await fault(lab.decodes[0], "status", status=503, times=1)
+        assert (await lab.post(CHAT, chat(LONG, 4))).status == 503
+        await until(lambda: lab.prefills[0].snapshot().held_requests == 0)
+        await lab.settled()
 
 
 async def test_a_client_that_leaves_in_mid_stream(tmp_path: Path) -> None:
@@ -257,4 +278,8 @@ async def test_a_decode_that_has_the_history_needs_no_prefill(tmp_path: Path) ->
         reply = await lab.post(CHAT, chat("Hi", 4))
         assert "x-pdrouter-prefill" not in reply.headers
         story = json.loads((await lab.get(f"/debug/story/{reply.headers['x-request-id']}")).body)
-        assert [leg["kind"] for leg in story["lives"][0]["legs"]] == ["regular"]
+        (leg,) = story["lives"][0]["legs"]
+        assert leg["kind"] == "regular"
+        assert "in one place" in leg["endpoint_why"]["sentence"]
+        assert "pair=" in leg["endpoint_why"]["sentence"]
+        assert b'pdrouter_decisions_alone_total{role="decode"} 1.0' in (await lab.get("/metrics")).body

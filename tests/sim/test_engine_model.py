@@ -236,6 +236,16 @@ def test_a_cached_prefix_is_not_computed_again_and_is_held_once(new_profile: Any
     assert bench.loads()[0].cached_idle_tokens == 0
 
 
+def test_chunks_that_were_read_serve_who_joins_the_last_one(new_profile: Any) -> None:
+    """A prompt that fills up another's last chunk finds what that has read in chunks before."""
+    bench = Bench(new_profile(), Role.PREFILL)
+    blocks = list(range(1, 1 + 1500 // BLOCK))
+    first = bench.submit("a", 0, 1500, blocks=blocks)
+    second = bench.submit("b", 0, 1500, blocks=blocks)
+    bench.run()
+    assert (first.cached_tokens, second.cached_tokens) == (0, 1000 // BLOCK * BLOCK)
+
+
 def test_cached_blocks_give_way_oldest_first(new_profile: Any) -> None:
     """LRU: a new prompt evicts what was used longest ago, and only as much as it needs."""
     bench = Bench(new_profile(kv_capacity_tokens=10 * BLOCK), Role.PREFILL)

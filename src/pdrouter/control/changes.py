@@ -106,4 +106,7 @@ class Changes:
 
     def _of_settings(self, known: Found) -> EndpointSettings:
         listed: tuple[EndpointSettings, ...] = getattr(self._settings, _LISTS[known.endpoint.role])
-        return next(entry for entry in listed if entry.url == known.endpoint.url)
+        entry = next((entry for entry in listed if entry.url == known.endpoint.url), None)
+        if entry is None:
+            raise InvalidRequest(f"{known.endpoint.address} is leaving; add it anew")
+        return entry

@@ -79,5 +79,6 @@ def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: M
         pairs_copies=traits.pairs_copies,
         reads_prompts=traits.reads_prompts,
         reports_lag=traits.reports_lag,
+        tells_transfer=traits.tells_transfer,
     )
     return Found(endpoint, frozenset(fixed))

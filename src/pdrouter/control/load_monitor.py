@@ -61,6 +61,7 @@ class LoadMonitor:
         self._address = address
         self._listener = listener
         self._totals: dict[int, float] = {}
+        self._totals_unix_s = 0.0
         self._paths = list(engine.load_paths)
         self._is_silent = False
         self._log = structlog.stdlib.get_logger("pdrouter.load").bind(endpoint=address)
@@ -117,15 +118,22 @@ class LoadMonitor:
         """Compare no more with what was told before."""
         self._totals = {}
 
-    def _check_totals(self, ranks: Sequence[RankReport]) -> None:
-        """What an engine counts since its start grows; where it fell, there was another start."""
+    def _check_totals(self, ranks: Sequence[RankReport], unix_s: float | None) -> None:
+        """What an engine counts since its start grows; where it fell, there was another start.
+
+        Unless the report is older than the one before, as its stamp tells.
+        """
+        if unix_s is not None:
+            if unix_s <= self._totals_unix_s:
+                return
+            self._totals_unix_s = unix_s
         totals = {r.rank: r.prefill_tokens_total for r in ranks if r.prefill_tokens_total is not None}
         if any(total < self._totals.get(rank, 0.0) for rank, total in totals.items()):
             self._listener.restarted("its counters fell")
         self._totals = totals
 
     def _tell(self, reply: LoadReply, sent_s: float) -> None:
-        self._check_totals(reply.ranks)
+        self._check_totals(reply.ranks, reply.unix_s)
         now_s = self._clock()
         t_report_s = (sent_s + now_s) / 2
         if reply.unix_s is not None:

@@ -6,11 +6,12 @@ It reads fleet and load; all that it changes is whose turn it is in its own poli
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 
 from pdrouter.core.decision import Why
-from pdrouter.core.fleet import Endpoint, Fleet, Role, Way
+from pdrouter.core.fleet import ROLE_OF, Endpoint, Fleet, Role, Way
 from pdrouter.core.ledger import UNASSIGNED, RankKey
 from pdrouter.core.load import EndpointLoad, LoadView
 from pdrouter.core.policies import ENGINE, RANK_POLICIES, pair_policy
@@ -19,6 +20,8 @@ from pdrouter.core.policies.least_work import AVOIDED_S, LeastWork, Offer, PairO
 from pdrouter.core.policies.pairs import PairPick, grouped
 from pdrouter.core.request import PAIRED
 from pdrouter.errors import InvalidRank
+
+_COST_S = attrgetter("cost_s")
 
 PolicyTable = Mapping[str, Callable[[PolicyOptions], Policy]]
 """What makes a policy, by its name."""
@@ -93,23 +96,23 @@ class Chooser:
         """
         facts = question.facts
         is_free = facts.prefill_rank is None and facts.decode_rank is None
-        offer = self._best_offer(question, model, ways) if is_free else None
-        choice = _offered(question, offer) if offer is not None else self._by_policies(question, model, ways)
+        offers = self._offers(question, model, ways) if is_free else ()
+        choice = _offered(question, offers) if offers else self._by_policies(question, model, ways)
         decode = choice.decode.load.endpoint
         self._fleet.check_pair(decode if choice.prefill is None else choice.prefill.load.endpoint, decode)  # I6
         return choice
 
-    def _best_offer(self, question: Question, model: str | None, ways: Sequence[Way]) -> PairOffer | None:
-        """Return the fastest that the search for the least work finds, ``None`` where it isn't to search."""
-        best = None
+    def _offers(self, question: Question, model: str | None, ways: Sequence[Way]) -> Sequence[PairOffer]:
+        """Return the best of each way that the search for the least work finds; none where it isn't to search."""
+        offers = []
         for way in ways:
             search = self._searches.get(way)
             if search is None:
-                return None
+                return ()
             offer = search(question, model)
-            if offer is not None and (best is None or offer.cost_s < best.cost_s):
-                best = offer
-        return best
+            if offer is not None:
+                offers.append(offer)
+        return offers
 
     def _by_policies(self, question: Question, model: str | None, ways: Sequence[Way]) -> Choice:
         """Return what the policies choose in the first way; in another if only there no failed rank is repeated."""
@@ -117,7 +120,7 @@ class Chooser:
         for way in ways[1:]:
             if not _repeats(question, choice):  # I8
                 break
-            asked = msgspec.structs.replace(question, role=way.role, scope=(way.role, model or ""))
+            asked = msgspec.structs.replace(question, role=ROLE_OF[way], scope=(ROLE_OF[way], model or ""))
             with suppress(InvalidRank):
                 choice = min(choice, self._in_way(asked, model, way), key=partial(_repeats, question))
         return choice
@@ -166,10 +169,12 @@ class Chooser:
         workers = _allowed(question, workers, rank_wanted)
         worker, why = self._endpoint(question, workers)
         if facts.task in PAIRED and any(e.role is not Role.REGULAR for e in self._fleet):
-            rule = f"no ready pair, a {role} endpoint serves: {why.rule}"
+            lacking = "can't be parted" if self._fleet.ready(Role.PREFILL, model) else "no ready pair"
+            rule = f"{lacking}, a {role} endpoint serves: {why.rule}"
             why = msgspec.structs.replace(why, rule=rule, is_notable=True)
         rank, rank_why = self._rank(question, worker, rank_wanted)
-        return Choice(None, Spot(worker, rank, why, rank_why, 0), cached.get(_key(worker, rank), 0))
+        held = cached.get(_key(worker, rank), 0)
+        return Choice(None, Spot(worker, rank, why, rank_why, held), held)
 
     def _both(self, question: Question, prefills: Sequence[EndpointLoad], model: str | None) -> PairPick | None:
         """Return both endpoints where one policy chooses them together."""
@@ -257,11 +262,20 @@ def _repeats(question: Question, choice: Choice) -> int:
     return sum(question.avoids(_key(spot.load, spot.rank)) for spot in choice.spots) if question.avoid else 0
 
 
-def _offered(question: Question, offer: PairOffer) -> Choice:
-    """Return what the search for the least work has found."""
+def _offered(question: Question, offers: Sequence[PairOffer]) -> Choice:
+    """Return the fastest of what the search for the least work has found."""
+    offer = offers[0] if len(offers) == 1 else min(offers, key=_COST_S)
     if offer.prefill is None:
         held = question.cached_tokens.get(offer.decode.worker.load.key, 0)
-        return Choice(None, _spot(offer.decode, held), held)
+        spot = _spot(offer.decode, held)
+        if len(offers) > 1:
+            rule = f"read and answered in one place, {spot.endpoint_why.rule}"
+            others = [other for other in offers if other is not offer]
+            keys = (*spot.endpoint_why.keys, *("pair" if other.prefill else "another alone" for other in others))
+            values = (*spot.endpoint_why.values, *(other.cost_s for other in others))
+            why = msgspec.structs.replace(spot.endpoint_why, rule=rule, keys=keys, values=values)
+            spot = msgspec.structs.replace(spot, endpoint_why=why)
+        return Choice(None, spot, held)
     held = question.cached_tokens.get(offer.prefill.worker.load.key, 0)
     return Choice(_spot(offer.prefill, held), _spot(offer.decode, 0), held)
 

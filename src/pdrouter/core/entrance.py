@@ -11,7 +11,6 @@ from pdrouter.core.admission import Admission, AdmissionOptions
 from pdrouter.core.chooser import Choice, Spot
 from pdrouter.core.cost import prefill_s
 from pdrouter.core.gate import Gate, GateOptions
-from pdrouter.core.ledger import RankKey
 from pdrouter.core.places import Worker
 from pdrouter.core.work import WorkIndex
 
@@ -36,12 +35,14 @@ class MustWait(msgspec.Struct, frozen=True):
 class Entrance:
     """One queue before one work index; ``running`` are the requests that are placed."""
 
-    def __init__(self, options: EntranceOptions, work: WorkIndex, running: Sized) -> None:
+    def __init__(self, options: EntranceOptions, work: WorkIndex, running: Sized, *, is_kept: bool) -> None:
+        """Begin with an empty queue; ``is_kept`` says whether the work index is."""
         gate = Gate(options.gate, work, running)
         self.admission: Admission[object] = Admission(options.admission, gate)
         self._gate = gate
         self._options = options.gate
         self._work = work
+        self._is_kept = is_kept
         self._running = running
 
     def hold(self, model: str | None, choice: Choice, prompt_tokens: int, now_s: float) -> MustWait | None:
@@ -58,15 +59,18 @@ class Entrance:
         return MustWait(model, prefill_s(worker.site.profile, prompt_tokens - spot.cached_tokens, spot.cached_tokens))
 
     def _has_room(self, choice: Choice, now_s: float) -> bool:
-        reader = self._worker(choice.prefill or choice.decode)
-        most_s = self._options.max_queue_s
-        if reader is None or (most_s is not None and reader.free_at_s - now_s > most_s):
-            return reader is None
-        writer, share = self._worker(choice.decode), self._options.max_kv_share
-        if writer is None or share is None:
+        reader, writer = choice.prefill or choice.decode, choice.decode
+        if not self._is_kept or reader.rank is None or writer.rank is None:
             return True
-        capacity_tokens = writer.site.profile.kv_capacity_tokens
-        return capacity_tokens is None or writer.load.comparable_tokens <= share * capacity_tokens
+        sites, most_s = self._work.sites, self._options.max_queue_s
+        if most_s is not None and sites[reader.load.key].workers[reader.rank].free_at_s - now_s > most_s:
+            return False
+        site, share = sites[writer.load.key], self._options.max_kv_share
+        capacity_tokens = site.profile.kv_capacity_tokens
+        if share is None or capacity_tokens is None:
+            return True
+        return site.workers[writer.rank].load.comparable_tokens <= share * capacity_tokens
 
     def _worker(self, spot: Spot) -> Worker | None:
-        return None if spot.rank is None else self._work.workers.get(RankKey(spot.load.key, spot.rank))
+        site = None if spot.rank is None else self._work.sites.get(spot.load.key)
+        return None if site is None or spot.rank is None else site.workers[spot.rank]

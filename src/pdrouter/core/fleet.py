@@ -3,7 +3,7 @@
 It knows nothing of load (``load.py``). Identity is the address, so that an endpoint described anew stays itself.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -36,7 +36,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     transport listens, ``kv_engine_ids`` what that calls its ranks.
     ``pair_tasks`` are those that its engine does in two legs; ``pairs_lists`` says that it does so for a list of
     prompts, ``pairs_copies`` for several answers to one, ``reads_prompts`` that a decode endpoint can do the whole task
-    alone, ``reports_lag`` that its load reports may show work later than they say.
+    alone, ``reports_lag`` that its load reports may show work later than they say, ``tells_transfer`` that a decode
+    endpoint counts as cached what came from a prefill.
     """
 
     address: str
@@ -61,6 +62,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     pairs_copies: bool = True
     reads_prompts: bool = False
     reports_lag: bool = False
+    tells_transfer: bool = False
 
     @property
     def url(self) -> str:
@@ -97,10 +99,14 @@ class Way(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"
 
-    @property
-    def role(self) -> Role:
-        """Of the endpoint that is chosen first."""
-        return Role.PREFILL if self is Way.PAIR else Role(self.value)
+
+ROLE_OF: Mapping[Way, Role] = {
+    Way.PAIR: Role.PREFILL,
+    Way.REGULAR: Role.REGULAR,
+    Way.DECODE: Role.DECODE,
+    Way.PREFILL: Role.PREFILL,
+}
+"""The role of the endpoint that is chosen first."""
 
 
 class Disaggregation(StrEnum):
@@ -219,7 +225,7 @@ class Fleet:
         is_ready = {role: bool(self.alone(role, model)) for role in Role}
         if task in (Task.READ, Task.OTHER):
             order = (Way.REGULAR, Way.PREFILL) if task is Task.READ else (Way.REGULAR, Way.PREFILL, Way.DECODE)
-            yield from (way for way in order if is_ready[way.role])
+            yield from (way for way in order if is_ready[ROLE_OF[way]])
             return
         pairs = () if facts.is_whole else self.ready(Role.PREFILL, model)
         is_paired = bool(pairs) and all(p.parts(facts) for p in pairs)

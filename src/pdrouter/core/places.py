@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pdrouter.core.cost import Profile, prefill_s
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.heap import ChangingHeap, Entry
+from pdrouter.core.ledger import Reservation
 from pdrouter.core.load import EndpointLoad, RankLoad
 from pdrouter.core.speed import Peers, Speed, class_factor
 
@@ -67,9 +68,9 @@ class Kind(NamedTuple):
 class Worker:
     """One rank as a place of work.
 
-    ``free_at_s``: when what is queued on it will have been read. ``queued_s``: the time that all of that takes,
-    ``busy_since_s``: when it began with the first of it. ``share_s``: what its requests and their KV add to a step, at
-    the speed of its profile.
+    ``free_at_s``: when what is queued on it will have been read. ``legs``: the prompts that are, the one that is being
+    read first; ``queued_s``: the time that all of them take, ``busy_since_s``: when it began with the first.
+    ``share_s``: what its requests and their KV add to a step, at the speed of its profile.
     """
 
     __slots__ = (
@@ -77,6 +78,7 @@ class Worker:
         "decode",
         "decode_tier",
         "free_at_s",
+        "legs",
         "load",
         "prefill",
         "prefill_tier",
@@ -89,6 +91,7 @@ class Worker:
         self.site = site
         self.load = load
         self.free_at_s = 0.0
+        self.legs: dict[Reservation, None] = {}
         self.queued_s = 0.0
         self.busy_since_s = 0.0
         self.share_s = 0.0
@@ -136,6 +139,7 @@ class Site:
         if known.profile == self.profile:
             self.speed = known.speed
         for worker, before in zip(self.workers, known.workers, strict=False):
+            worker.legs = before.legs
             worker.queued_s = before.queued_s
             worker.busy_since_s = before.busy_since_s
 

@@ -39,9 +39,9 @@ class RetryBudget:
         self._share = options.budget_share
         self._allowance = Allowance(options.budget_most, options.budget_per_s)
 
-    def earn(self, now_s: float) -> None:
-        """Count a request, at its first attempt only."""
-        self._allowance.add(self._share, now_s)
+    def earn(self, now_s: float, requests: int) -> None:
+        """Count requests, each at its first attempt only."""
+        self._allowance.add(self._share * requests, now_s)
 
     def spend(self, now_s: float) -> bool:
         """Take one retry; ``False`` if there is none left (I9)."""

@@ -94,11 +94,12 @@ class WorkIndex:
         worker = self.workers[leg.account.key]
         if leg.kind is not LegKind.DECODE:
             factor = worker.site.speed.prefill_factor
-            leg.prefill_s = factor * prefill_s(worker.site.profile, leg.tokens, cached_tokens)
-            if not worker.queued_s:
+            leg.prefill_s = factor * prefill_s(worker.site.profile, leg.held_tokens - cached_tokens, cached_tokens)
+            if not worker.legs:
                 worker.busy_since_s = now_s
+            worker.legs[leg] = None
             worker.queued_s += leg.prefill_s
-            worker.free_at_s = max(worker.free_at_s, now_s) + leg.prefill_s
+            worker.free_at_s = max(max(worker.free_at_s, now_s) + leg.prefill_s, now_s + _behind_s(worker))
         self._place(worker)
 
     def grown(self, leg: Reservation) -> None:
@@ -111,7 +112,6 @@ class WorkIndex:
         """A prompt was read: the rank turns to the next one."""
         worker = self.workers.get(leg.account.key)
         if worker is not None:
-            worker.busy_since_s = now_s
             self._take_off(worker, leg, now_s)
 
     def settled(self, leg: Reservation, now_s: float) -> None:
@@ -119,7 +119,7 @@ class WorkIndex:
         worker = self.workers.get(leg.account.key)
         if worker is None:
             return
-        if leg.prefill_s:
+        if leg in worker.legs:
             self._take_off(worker, leg, now_s)
         else:
             self._place(worker)
@@ -144,7 +144,7 @@ class WorkIndex:
         if worker is None:
             return None
         if worker.site.speed.tells_totals:
-            worker.site.speed.saw_prompt(leg.tokens, cached_tokens)
+            worker.site.speed.saw_prompt(leg.held_tokens - cached_tokens, cached_tokens)
         if not leg.was_alone or worker.load.account.requests != 1 or leg.held_tokens < _TELLING_PROMPT_TOKENS:
             return None
         return now_s - leg.reserved_at_s - transfer_s(worker.site.profile, leg.held_tokens)
@@ -184,15 +184,19 @@ class WorkIndex:
                     self._place(worker)
 
     def _take_off(self, worker: Worker, leg: Reservation, now_s: float) -> None:
-        worker.queued_s = max(0.0, worker.queued_s - leg.prefill_s) if worker.load.account.requests else 0.0
-        leg.prefill_s = 0.0
+        if leg in worker.legs:
+            if next(iter(worker.legs)) is leg:
+                worker.busy_since_s = now_s
+            del worker.legs[leg]
+            worker.queued_s = max(0.0, worker.queued_s - leg.prefill_s) if worker.legs else 0.0
+            leg.prefill_s = 0.0
         self._project(worker, now_s)
 
     def _project(self, worker: Worker, now_s: float) -> None:
         """Say anew when a rank is free, from what is queued on it: ours, and what a report tells of others'."""
         free_at_s = worker.busy_since_s
-        if worker.queued_s:
-            free_at_s = max(now_s, free_at_s + worker.queued_s)  # what was begun is partly done
+        if worker.legs:
+            free_at_s = max(free_at_s + worker.queued_s, now_s + _behind_s(worker))
         others_tokens = worker.load.comparable()[0] - worker.load.account.tokens
         if others_tokens > 0 and not worker.site.has_decode:
             others_s = worker.site.speed.prefill_factor * queue_s(worker.site.profile, others_tokens, 1.0)
@@ -263,6 +267,11 @@ class WorkIndex:
         site.domain.sort_in(site.pool)
         site.domain.rank_by_free(site.pool)
         site.domain.rank_by_share(site.pool)
+
+
+def _behind_s(worker: Worker) -> float:
+    """Return what stands behind the prompt that is being read: none of that is done, however late it is."""
+    return worker.queued_s - next(iter(worker.legs)).prefill_s
 
 
 def _leave(tiers: dict[Pace, Tier], tier: Tier, entry: Entry[Worker]) -> None:

@@ -133,6 +133,7 @@ class Traits(msgspec.Struct, frozen=True):
     pairs_copies: bool
     reads_prompts: bool
     reports_lag: bool = False
+    tells_transfer: bool = False
 
 
 class Engine(Protocol):

@@ -101,8 +101,8 @@ class Vllm:
 
         Source: seen on vLLM 0.32 with NIXL: several answers to a prompt read the same KV, but the other prompts of a
         list are answered from the first one's, in silence; gauges are written when a step ends, so that a prompt which
-        takes one long step never shows. A Mooncake transfer is one answer's. P2P NCCL names each answer's KV, and
-        refuses a request without such a name.
+        takes one long step never shows; the decode side tells the prefill's cached tokens as its own. A Mooncake
+        transfer is one answer's. P2P NCCL names each answer's KV, and refuses a request without such a name.
         """
         has_names = kv_transport in (Connector.P2P_NCCL, Connector.SHARED_STORAGE)
         return Traits(
@@ -111,6 +111,7 @@ class Vllm:
             pairs_copies=has_names or kv_transport == Connector.NIXL,
             reads_prompts=kv_transport != Connector.P2P_NCCL,
             reports_lag=True,
+            tells_transfer=kv_transport != Connector.NIXL,
         )
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:

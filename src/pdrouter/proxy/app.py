@@ -7,7 +7,7 @@ from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientGone, MethodNotAllowed, NotFound, RouterError
-from pdrouter.proxy import workers
+from pdrouter.proxy import openapi, workers
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.dispatch import Dispatcher
 from pdrouter.proxy.edge import attempt
@@ -61,6 +61,7 @@ class App:
             b"/health": lambda: (200, b"text/plain", b"OK"),
             b"/liveness": lambda: (200, b"text/plain", b"OK"),
             b"/metrics": lambda: (200, CONTENT_TYPE, metrics.render()),
+            b"/openapi.json": lambda: _json_page(200, openapi.page()),
         }
 
     def opened(self, client: Client) -> bool:
@@ -113,14 +114,14 @@ class App:
             self._metrics.failed(error.code)
             if not client.is_started and not isinstance(error, ClientGone):
                 headers = [*error_headers(error), (b"x-request-id", request_id.encode("latin-1", "replace"))]
-                client.reply(error.status, headers, error_body(error))
+                client.reply(error.status, headers, error_body(error, api))
         self._metrics.ended(api, client.status or ClientGone.status, self._clock() - client.began_s)
 
     def _serve_page(self, client: Client) -> None:
-        if client.error is not None:
-            raise client.error
         if self._fleet_api.serve(client):
             return
+        if client.error is not None:
+            raise client.error
         path = client.path.decode("latin-1")
         page = self._pages.get(client.path)
         if client.path.startswith(_STORY):

@@ -6,7 +6,7 @@ Fields whose bytes matter are kept raw. Read next: ``prompts.py`` and ``intake.p
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -197,6 +197,11 @@ _DECODERS: Mapping[Api, "msgspec.json.Decoder[AnyBody]"] = {
     Api.MESSAGES: msgspec.json.Decoder(Messages),
 }
 _WHOLE = msgspec.json.Decoder(Whole)
+
+
+def body_type(api: Api) -> type[Struct]:
+    """Return what is read of a path's bodies."""
+    return cast("type[Struct]", _DECODERS[api].type) if api in _DECODERS else Whole
 
 
 def decode(api: Api, body: bytes) -> AnyBody:

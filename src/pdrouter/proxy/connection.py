@@ -171,6 +171,7 @@ class Connection(asyncio.Protocol):
         for client in unserved:
             client.error = ClientGone("the client left before its turn")
             self._app(client)
+        del self._parser  # no cycle is left for the collector
 
     def data_received(self, data: bytes) -> None:
         """Parse, and serve what is whole."""

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from hmac import compare_digest
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, quote, unquote
 
 import msgspec
@@ -19,6 +19,7 @@ from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoRea
 from pdrouter.proxy import workers
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.edge import attempt
+from pdrouter.proxy.pages import Accepted, Flushed, NotFlushed, Refusal, Urls
 from pdrouter.proxy.replies import JSON_HEADERS, error_headers
 
 _WORKERS = b"/workers"
@@ -27,6 +28,14 @@ _WORKER = b"/workers/"
 _NAMES: Mapping[str, str] = {"model_id": "model"}
 _WITHOUT_EFFECT = frozenset({"priority", "cost", "labels"})
 _CODES: Mapping[int, str] = {400: "BAD_REQUEST", 401: "UNAUTHORIZED", 405: "METHOD_NOT_ALLOWED"}
+
+_GET = (b"GET", b"HEAD")
+_POST = (b"POST",)
+
+Given = bool | int | float | str | dict[str, str] | None
+"""What a body may say of an endpoint; deeper than this nothing is nested."""
+
+WORKER_NOT_FOUND = "WORKER_NOT_FOUND"
 
 _ASK_TIMEOUT_S = 10.0
 """Time for an engine's answer; chosen."""
@@ -90,15 +99,15 @@ class FleetApi:
         self._clock = clock
         self._doors = doors
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
-        self._paths: Mapping[bytes, tuple[bytes, Callable[[Client], None]]] = {
-            b"/add_worker": (b"POST", self._add_by_query),
-            b"/remove_worker": (b"POST", self._remove_by_query),
-            b"/list_workers": (b"GET", self._list),
-            b"/flush_cache": (b"POST", self._flush),
-            b"/get_server_info": (b"GET", partial(self._pass_on, "/get_server_info")),
-            b"/server_info": (b"GET", partial(self._pass_on, "/server_info")),
-            b"/get_model_info": (b"GET", partial(self._pass_on, "/get_model_info")),
-            b"/model_info": (b"GET", partial(self._pass_on, "/model_info")),
+        self._paths: Mapping[bytes, tuple[tuple[bytes, ...], Callable[[Client], None]]] = {
+            b"/add_worker": (_POST, self._add_by_query),
+            b"/remove_worker": (_POST, self._remove_by_query),
+            b"/list_workers": (_GET, self._list),
+            b"/flush_cache": (_POST, self._flush),
+            b"/get_server_info": (_GET, partial(self._pass_on, "/get_server_info")),
+            b"/server_info": (_GET, partial(self._pass_on, "/server_info")),
+            b"/get_model_info": (_GET, partial(self._pass_on, "/get_model_info")),
+            b"/model_info": (_GET, partial(self._pass_on, "/model_info")),
         }
 
     def reads(self, client: Client) -> bool:
@@ -117,20 +126,20 @@ class FleetApi:
         return True
 
     def _action(self, client: Client) -> Callable[[Client], None] | None:
-        if client.path == _WORKERS and client.method == b"POST":
-            return self._add
+        if client.path == _WORKERS and client.method not in _GET:
+            return self._add if client.method == b"POST" else partial(_not_allowed, (*_GET, *_POST))
         if client.path.startswith(_WORKER):
             return self._one
         known = self._paths.get(client.path)
         if known is None:
             return None
-        method, action = known
-        return action if client.method == method else partial(_not_allowed, method)
+        methods, action = known
+        return action if client.method in methods else partial(_not_allowed, methods)
 
     def _act(self, client: Client, action: Callable[[Client], None]) -> None:
         if client.error is not None:
             raise client.error
-        if client.method not in (b"GET", b"HEAD"):
+        if client.method not in _GET:
             self.check_key(client)
         action(client)
 
@@ -155,8 +164,8 @@ class FleetApi:
         address = _address(unquote(client.path.removeprefix(_WORKER).decode("latin-1")))
         endpoint = self._router.fleet.get(address)
         if endpoint is None:
-            _reply(client, 404, {"error": f"there is no worker {address}", "code": "WORKER_NOT_FOUND"})
-        elif client.method in (b"GET", b"HEAD"):
+            _reply(client, 404, _no_worker(address))
+        elif client.method in _GET:
             _reply(client, 200, workers.worker_of(self._router, endpoint))
         elif client.method == b"PUT":
             self._change(client, address)
@@ -164,12 +173,12 @@ class FleetApi:
             self._doors.changes.remove(address)
             _reply_accepted(client, address, "it takes nothing new and leaves when its requests have ended")
         else:
-            _not_allowed(b"GET, PUT, DELETE", client)
+            _not_allowed((*_GET, b"PUT", b"DELETE"), client)
 
     def _change(self, client: Client, address: str) -> None:
         fields = _fields(client)
         is_draining = fields.pop("draining", None)
-        if is_draining not in (None, True, False):
+        if not isinstance(is_draining, bool | None):
             raise InvalidRequest("draining: write true or false")
         if fields:
             self._doors.changes.change(address, fields)
@@ -190,13 +199,13 @@ class FleetApi:
     def _remove_by_query(self, client: Client) -> None:
         address = _address(dict(parse_qsl(client.query.decode("latin-1"))).get("url", ""))
         if self._router.fleet.get(address) is None:
-            _reply(client, 404, {"error": f"there is no worker {address}", "code": "WORKER_NOT_FOUND"})
+            _reply(client, 404, _no_worker(address))
             return
         self._doors.changes.remove(address)
         _reply_accepted(client, address, "it takes nothing new and leaves when its requests have ended")
 
     def _list(self, client: Client) -> None:
-        _reply(client, 200, {"urls": [endpoint.url for endpoint in self._router.fleet]})
+        _reply(client, 200, Urls([endpoint.url for endpoint in self._router.fleet]))
 
     # What engines are asked.
 
@@ -207,10 +216,9 @@ class FleetApi:
     async def _flush_all(self, waiting: _Waiting) -> None:
         endpoints = list(self._router.fleet)
         problems = await asyncio.gather(*map(self._flush_one, endpoints))
-        failed = [{"worker": e.url, "error": p} for e, p in zip(endpoints, problems, strict=True) if p is not None]
+        failed = [NotFlushed(e.url, p) for e, p in zip(endpoints, problems, strict=True) if p is not None]
         flushed = [e.url for e, p in zip(endpoints, problems, strict=True) if p is None]
-        told = {"status": "partial_success" if failed else "success", "total_workers": len(endpoints)}
-        told |= {"successful": flushed, "failed": failed}  # type: ignore[dict-item]
+        told = Flushed("partial_success" if failed else "success", len(endpoints), flushed, failed)
         waiting.reply(206 if failed else 200, msgspec.json.encode(told))
 
     async def _flush_one(self, endpoint: Endpoint) -> str | None:
@@ -238,19 +246,25 @@ class FleetApi:
         waiting.reply(status, body)
 
 
-def _fields(client: Client) -> dict[str, Any]:
+def _fields(client: Client) -> dict[str, Given]:
     """Return what a body says of an endpoint, by the names of the settings."""
     try:
-        fields = msgspec.json.decode(client.body(), type=dict[str, Any])
+        given = msgspec.json.decode(client.body(), type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body isn't a JSON object: {error}") from error
+    fields = {name: _given(name, raw) for name, raw in given.items() if name not in _WITHOUT_EFFECT}
     if fields.pop("api_key", None) is not None:
         raise InvalidRequest("api_key: keys for engines aren't served; leave it out")
     return {
-        _NAMES.get(name, name): value
-        for name, value in fields.items()
-        if name not in _WITHOUT_EFFECT and (value is not None or name == "bootstrap_port")
+        _NAMES.get(name, name): value for name, value in fields.items() if value is not None or name == "bootstrap_port"
     }
+
+
+def _given(name: str, raw: msgspec.Raw) -> Given:
+    try:
+        return msgspec.json.decode(raw, type=Given)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name[:256]}: {error}") from error
 
 
 def _address(text: str) -> str:
@@ -263,18 +277,27 @@ def _reply(client: Client, status: int, body: object) -> None:
 
 def _reply_accepted(client: Client, address: str, message: str) -> None:
     path = f"/workers/{quote(address, safe=':')}"
-    told = {"status": "accepted", "worker_id": address, "url": f"http://{address}", "location": path}
+    told = Accepted("accepted", address, f"http://{address}", path, message)
     headers = [*JSON_HEADERS, (b"location", path.encode())]
-    client.reply(202, headers, msgspec.json.encode(told | {"message": message}))
+    client.reply(202, headers, msgspec.json.encode(told))
 
 
-def _not_allowed(methods: bytes, client: Client) -> None:
-    path, allowed = client.path.decode("latin-1"), methods.decode()
+def _no_worker(address: str) -> Refusal:
+    return Refusal(f"there is no worker {address[:256]}", WORKER_NOT_FOUND)
+
+
+def _not_allowed(methods: tuple[bytes, ...], client: Client) -> None:
+    path, allowed = client.path.decode("latin-1"), b", ".join(methods).decode()
     raise MethodNotAllowed(f"{path[:256]} takes {allowed}", param=allowed)
 
 
+def code_of(error: RouterError | type[RouterError]) -> str:
+    """Return a failure's code as this API writes it."""
+    return _CODES.get(error.status, error.code.upper())
+
+
 def _error(error: RouterError) -> bytes:
-    return msgspec.json.encode({"error": error.message, "code": _CODES.get(error.status, error.code.upper())})
+    return msgspec.json.encode(Refusal(error.message, code_of(error)))
 
 
 def _refuse(client: Client, error: RouterError) -> None:

@@ -20,19 +20,20 @@ from pdrouter.core.line import Place, Waiting
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Engine, HandOver, Inbound, Leg, Plan, forward
 from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
-from pdrouter.engines.usage import PromptCount, prompt_count, with_cached_tokens
+from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count, with_cached_tokens
 from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Late, end_of_stage
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.legs import (
     RETRIED_STATUSES,
-    SERVER_ERROR,
     STATUS_OK_BELOW,
     UNREACHABLE,
     EngineReply,
     Held,
     PrefillLeg,
+    is_engines_fault,
+    is_retried,
 )
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.replies import JSON_HEADERS, STREAM_HEADERS, error_event, own_lines, passed_on, unsized
@@ -252,11 +253,8 @@ class Flight:
         if leg is None:
             self._answer(hand_over.answer)
             return
-        prefill = self._decision.prefill
-        if not hand_over.has_kv and prefill is not None:
-            reason = "the prefill's answer doesn't say where its KV is"
-            self._owner.hand_overs.recompute(prefill, leg.placement, reason)
-            self._observer.note(f"the prompt is read again: {reason}")
+        if not hand_over.has_kv:
+            self._read_again("the prefill's answer doesn't say where its KV is")
         self._send_decode(leg)
 
     def _note_count(self, count: PromptCount | None) -> None:
@@ -299,8 +297,22 @@ class Flight:
             client.write(piece)
             return
         client.end(piece)
-        self._observer.finished()
+        self._finish()
+
+    def _finish(self) -> None:
+        """The answer is whole."""
+        observer, decision = self._observer, self._decision
+        observer.finished()
+        is_told = decision.prefill is not None and decision.decode.endpoint.tells_transfer
+        if is_told and last_number(CACHED_TOKENS, observer.tail()) == 0:
+            self._read_again("the decode engine had nothing of it")
         self._end(None)
+
+    def _read_again(self, reason: str) -> None:
+        prefill, decode = self._decision.prefill, self._decision.decode
+        if prefill is not None:
+            self._owner.hand_overs.recompute(prefill, decode, reason)
+            self._observer.note(f"the prompt is read again: {reason}")
 
     def _waits_for_prefill(self, exchange: Exchange) -> bool:
         """Whether a good answer can't go on without the prompt's logprobs."""
@@ -340,8 +352,7 @@ class Flight:
         if self._plan.merges_logprobs and self._prefill is not None:
             body = merge_reply(body, prompt_logprobs(self._prefill.reply(), is_stream=False))
         self._client.reply(exchange.status, unsized(passed_on(exchange.raw_headers)), body, self._own_lines())
-        self._observer.finished()
-        self._end(None)
+        self._finish()
 
     # The end of an attempt, and of all.
 
@@ -349,7 +360,7 @@ class Flight:
         """Try once more if that may help; ``place`` is whose fault it is, ``None`` if no engine's."""
         if self._is_over:
             return
-        if place is None or self._client.is_started or not _is_retried(error):  # I7
+        if place is None or self._client.is_started or not is_retried(error):  # I7
             self._end(error, place)
             return
         rank = UNASSIGNED if place.rank is None or isinstance(error, UNREACHABLE) else place.rank
@@ -406,7 +417,7 @@ class Flight:
         try:
             self._end_legs(is_answered=error is None)
         finally:
-            at_fault = place if error is not None and _is_engines(error) else None
+            at_fault = place if error is not None and is_engines_fault(error) else None
             if at_fault is not None and isinstance(error, ConnectFailed):
                 owner.on_unreachable(at_fault.endpoint.address, error)
             if owner.router.settle(self._decision, owner.clock(), error, at_fault) and error is not None:
@@ -430,8 +441,8 @@ class Flight:
             else:
                 self.end_prefill()
         elif not is_answered and self._plan.decode is None and prefill.is_good:
-            if exchange is None:
-                self._release(prefill)
+            if exchange is None or (exchange.is_complete and exchange.status in RETRIED_STATUSES):
+                self._release(prefill)  # a decode engine that refuses like this may not have told the prefill
             elif not exchange.is_sent:
                 self._owner.hand_overs.strand()
 
@@ -472,7 +483,7 @@ class Flight:
             if client.is_full:
                 client.abort()
             elif self._inbound.is_stream:
-                client.write(self._observer.event_end() + error_event(error))
+                client.write(self._observer.event_end() + error_event(error, self._inbound.path))
             client.cut()
             return None
         if not isinstance(error, EngineReply):
@@ -484,13 +495,3 @@ class Flight:
         """Return the header lines that we add."""
         decision = self._decision if self._owner.options.decision_headers else None
         return own_lines(self._inbound.request_id, decision)
-
-
-def _is_retried(error: RouterError) -> bool:
-    """Whether another engine may do better."""
-    return error.reply_status in RETRIED_STATUSES if isinstance(error, EngineReply) else error.is_retryable
-
-
-def _is_engines(error: RouterError) -> bool:
-    """Whether a failure tells of its engine's health; what an engine refuses doesn't."""
-    return error.reply_status >= SERVER_ERROR if isinstance(error, EngineReply) else error.counts_against_health

@@ -13,7 +13,7 @@ import xxhash
 from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.core.prefix import block_hashes
-from pdrouter.core.request import RequestFacts, Task
+from pdrouter.core.request import PAIRED, RequestFacts, Task
 from pdrouter.core.router import Router
 from pdrouter.core.tokens import TextShape
 from pdrouter.engines.base import Inbound
@@ -57,6 +57,7 @@ _ID_PREFIXES: Mapping[Api, str] = {
     Api.MESSAGES: "msg-",
 }
 _OTHER_PREFIX = "req-"
+_OTHER = Task.OTHER
 
 _OWNED_NAMES = tuple(sorted(OWNED_FIELDS | {"kv_transfer_params", "disaggregated_params"}))
 _OWNED_VALUES = attrgetter(*_OWNED_NAMES)
@@ -93,8 +94,8 @@ class Intake:
 
         Raises: InvalidJson, InvalidRequest, DuplicateField.
         """
-        task = TASKS.get(api, Task.OTHER)
-        if task in (Task.READ, Task.OTHER):
+        task = TASKS.get(api, _OTHER)
+        if task not in PAIRED:
             return self._read_whole(api, task, headers, body, request_id)
         decoded = decode(api, body)
         prompt = read_prompt(decoded, self._options.image_tokens)
@@ -193,7 +194,7 @@ class Intake:
         Raises: InvalidRequest.
         """
         name = self._options.priority_header
-        text = keys.get(name) if keys else None
+        text = keys.get(name)
         if text is None:
             priority = body.priority or 0
             return -priority if self._options.puts_low_first else priority
@@ -235,7 +236,7 @@ class Intake:
             prefill_rank=ranks[0],
             decode_rank=ranks[1],
             max_output_tokens=body.max_output_tokens(),
-            priority=self._priority(body, keys),
+            priority=self._priority(body, keys) if keys or body.priority else 0,
             tenant=_first_hash(keys, (self._options.tenant_header,)) if keys else None,
             weight=self._weight(keys) if keys else 1.0,
             routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,

@@ -28,6 +28,16 @@ class EngineReply(UpstreamError):
         self.body = body
 
 
+def is_retried(error: RouterError) -> bool:
+    """Whether another engine may do better."""
+    return error.reply_status in RETRIED_STATUSES if isinstance(error, EngineReply) else error.is_retryable
+
+
+def is_engines_fault(error: RouterError) -> bool:
+    """Whether a failure tells of its engine's health; what an engine refuses doesn't."""
+    return error.reply_status >= SERVER_ERROR if isinstance(error, EngineReply) else error.counts_against_health
+
+
 class Held:
     """The pieces of a reply that can only be used whole; no more than ``max_bytes`` of them (I9)."""
 
@@ -114,7 +124,7 @@ class PrefillLeg:
             if piece is None:
                 return
         except RouterError as error:
-            self._end(error)
+            self._end(error.with_traceback(None))  # it would hold the exchange, which holds the error
             return
         if exchange.status >= STATUS_OK_BELOW:
             self._end(EngineReply(self.placement, exchange.status, exchange.headers, self.reply()))

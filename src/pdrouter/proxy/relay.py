@@ -13,6 +13,8 @@ from pdrouter.core.router import Router
 from pdrouter.engines.usage import COMPLETION_TOKENS, PROMPT_TOKENS, TAIL_BYTES, PromptCount, last_number
 from pdrouter.telemetry.metrics import Metrics
 
+_PREFILLING = State.PREFILLING
+
 _GROWTH_EVENTS = 16
 """Stream events after which the ledger is told of growth; chosen to keep the cost per event small."""
 
@@ -55,8 +57,12 @@ class Observer:
         """The prefill leg has answered, and perhaps told how much of the prompt it had."""
         if count is not None:
             self._router.observe(PrefillUsageSeen(self._decision, *count), self._clock())
-        if self._decision.state is State.PREFILLING:
+        if self._decision.state is _PREFILLING:
             self._router.observe(FirstTokenSeen(self._decision), self._clock())
+
+    def tail(self) -> bytes:
+        """Return the end of the answer so far."""
+        return (self._before[-TAIL_BYTES:] + self._last)[-TAIL_BYTES:]
 
     def note(self, text: str) -> None:
         """Let the request's story tell something."""
@@ -65,7 +71,7 @@ class Observer:
     def first_piece(self) -> None:
         """The answer has begun."""
         now_s = self._clock()
-        if self._decision.state is State.PREFILLING:
+        if self._decision.state is _PREFILLING:
             self._router.observe(FirstTokenSeen(self._decision), now_s)
         self._first_at_s = now_s
         self._metrics.first_token(now_s - self._decision.decided_at_s)
@@ -99,7 +105,7 @@ class Observer:
             self._tell_growth(now_s)
         if self._decision.facts.prompts != 1 or not self._router.wants_usage(self._decision):
             return
-        tail = (self._before[-TAIL_BYTES:] + self._last)[-TAIL_BYTES:]
+        tail = self.tail()
         prompt_tokens = last_number(PROMPT_TOKENS, tail)
         if prompt_tokens is not None:
             completion_tokens = last_number(COMPLETION_TOKENS, tail) or 0

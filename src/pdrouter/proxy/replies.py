@@ -1,13 +1,15 @@
-"""Errors to HTTP replies: the one table, in OpenAI's shape."""
+"""Errors to HTTP replies: the one table, in the shape of the API that was asked, which is mostly OpenAI's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
 
 from pdrouter.core.decision import Decision
 from pdrouter.errors import MethodNotAllowed, QueueFull, RateLimited, RouterError
+from pdrouter.proxy.bodies import Api
 from pdrouter.proxy.head import end_to_end
+from pdrouter.proxy.pages import AnthropicError, AnthropicFailure, ErrorReply, Failure, ResponsesError
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
@@ -17,15 +19,31 @@ _NOT_PASSED_ON = frozenset(
     b" proxy-connection proxy-authenticate proxy-authorization x-request-id".split()
 )
 
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Source: Anthropic's API reference, errors; all others are ``invalid_request_error`` below 500, else ``api_error``."""
+
+_NAMED_EVENTS = frozenset((Api.MESSAGES, Api.RESPONSES))
+
+_SERVER_ERROR = 500
 _UNAVAILABLE = 503
 _RETRY_AFTER_S = b"1"
 
 
-def error_body(error: RouterError) -> bytes:
-    """Return the OpenAI-shaped body of an error."""
-    return msgspec.json.encode(
-        {"error": {"message": error.message, "type": error.type, "code": error.code, "param": error.param}}
-    )
+def error_body(error: RouterError, path: str = "") -> bytes:
+    """Return the body of an error: in Anthropic's shape on its own path, else in OpenAI's."""
+    if path == Api.MESSAGES:
+        other = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
+        failure = AnthropicFailure(_ANTHROPIC_TYPES.get(error.status, other), error.message, error.code)
+        return msgspec.json.encode(AnthropicError("error", failure))
+    return msgspec.json.encode(ErrorReply(Failure(error.message, error.type, error.code, error.param)))
 
 
 def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
@@ -40,9 +58,17 @@ def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def error_event(error: RouterError) -> bytes:
-    """Return the event that tells of a failure in a stream that has begun."""
-    return b"data: " + error_body(error) + b"\n\n"
+def error_event(error: RouterError, path: str) -> bytes:
+    """Return the event that tells of a failure in a stream that has begun, in the form of its API.
+
+    Source: Anthropic's and OpenAI's API references, streaming.
+    """
+    if path == Api.RESPONSES:
+        body = msgspec.json.encode(ResponsesError("error", error.code, error.message, error.param))
+    else:
+        body = error_body(error, path)
+    name = b"event: error\n" if path in _NAMED_EVENTS else b""
+    return name + b"data: " + body + b"\n\n"
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -51,6 +77,9 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes
     Names come out in lower case; behind the values the parser may have left white space.
     """
     pairs = [(name.lower(), value.rstrip()) for name, value in headers]
+    kept = [pair for pair in pairs if pair[0] not in _NOT_PASSED_ON]
+    if len(kept) == len(pairs):  # the connection says nothing of itself, as most often
+        return kept
     return [pair for pair in end_to_end(pairs, dict(pairs)) if pair[0] not in _NOT_PASSED_ON]
 
 

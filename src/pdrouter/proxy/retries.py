@@ -13,6 +13,7 @@ class Retries:
         """Begin with an empty count; ``chance`` gives random numbers from 0 to 1."""
         self._options = options
         self._budget = RetryBudget(options)
+        self._began = 0
         self._chance = chance
         self._clock = clock
 
@@ -21,12 +22,15 @@ class Retries:
         return {"made": self._budget.spent, "refused": self._budget.refused}
 
     def began(self) -> None:
-        """Count a request at its first attempt."""
-        self._budget.earn(self._clock())
+        """Count a request at its first attempt; what it earns is reckoned when a retry is wanted."""
+        self._began += 1
 
     def later(self, failures: int, call: Callable[[], None]) -> asyncio.TimerHandle | None:
         """Call after the back-off that follows so many failures; ``None`` if there is no budget for another attempt."""
-        if not self._budget.spend(self._clock()):
+        now_s = self._clock()
+        self._budget.earn(now_s, self._began)
+        self._began = 0
+        if not self._budget.spend(now_s):
             return None
         delay_s = backoff_s(self._options, failures, self._chance())
         return asyncio.get_running_loop().call_later(delay_s, call)

@@ -4,8 +4,8 @@ It says what the next step would hold and applies a step that is over; when step
 business of ``engine_model.py``. No clock and no I/O. Per step the work is O(1), per streamed chunk O(log n).
 
 Simplified against SGLang 0.5 (scheduler.py, schedule_policy.py, disaggregation/): room for the whole answer
-is reserved at admission, so nothing is ever retracted; a prompt's blocks enter the prefix cache when its
-prefill ends; answers are not cached; the queue is first come, first served.
+is reserved at admission, so nothing is ever retracted; a prompt's blocks enter the prefix cache with each
+chunk that is read; answers are not cached; the queue is first come, first served.
 """
 
 from collections import deque
@@ -148,11 +148,11 @@ class Rank:
         self._is_blocked = False
 
     def _share(self, job: Job) -> None:
-        # The prompt's full blocks become shared; copies computed twice are dropped.
-        blocks = job.blocks
-        moved = (len(blocks) - job.pinned_blocks) * self.cache.block_tokens
-        self.cache.pin(blocks[job.pinned_blocks :])
-        job.pinned_blocks = len(blocks)
+        # The full blocks that were read become shared; copies computed twice are dropped.
+        count = min(len(job.blocks), job.done_tokens // self.cache.block_tokens)
+        moved = (count - job.pinned_blocks) * self.cache.block_tokens
+        self.cache.pin(job.blocks[job.pinned_blocks : count])
+        job.pinned_blocks = count
         job.private_tokens -= moved
         job.reserved_tokens -= moved
         self._private_used -= moved
@@ -289,9 +289,9 @@ class Rank:
                 continue
             self.prefill_uncached_tokens += new_tokens
             job.done_tokens += new_tokens
+            self._share(job)
             if job.done_tokens < job.prompt_tokens:
                 continue
-            self._share(job)
             if job.role is Role.REGULAR:
                 self._join(job, at_s, events)
             else:

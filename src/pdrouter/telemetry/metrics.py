@@ -173,6 +173,12 @@ class _RouterCollector(Collector):
     def _totals(self) -> Iterator[Metric]:
         router = self._router
         yield CounterMetricFamily("pdrouter_decisions", "Requests placed.", value=router.decided)
+        alone = CounterMetricFamily(
+            "pdrouter_decisions_alone", "Requests that one endpoint reads and answers, by its role.", labels=["role"]
+        )
+        for role, count in router.alone.items():
+            alone.add_metric([role], count)
+        yield alone
         if router.shadow is not None:
             shadow = CounterMetricFamily(
                 "pdrouter_shadow_decisions",

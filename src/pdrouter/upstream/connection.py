@@ -20,6 +20,12 @@ Request = tuple[bytes | memoryview, ...]
 _JOIN_BELOW_BYTES = 16_384
 """Size of a body below which one copy is cheaper than a vectored write; chosen, see benchmarks/proxy.py."""
 
+_ARRIVALS = memoryview(bytearray(65_536))
+"""Where bytes arrive, of whichever connection: one loop runs them all, and parses what has come before it reads on.
+
+Its size is the most by which a connection goes beyond its limit; chosen, see benchmarks/slow_readers.py.
+"""
+
 _REPEAT_WITHIN_S = 1.0
 """A connection that the engine had closed already shows within a round trip; chosen with room to spare."""
 
@@ -31,6 +37,10 @@ class State(Enum):
     ACTIVE = "active"
     IDLE = "idle"
     CLOSED = "closed"
+
+
+# Read as members of the enum they would cost a tenth of a microsecond each time.
+_NEW, _ACTIVE, _IDLE, _CLOSED = State.NEW, State.ACTIVE, State.IDLE, State.CLOSED
 
 
 class Keeper(Protocol):
@@ -181,8 +191,9 @@ class Exchange:
         if self.is_complete:
             return
         self._request = ()
-        if self._opening is not None:
-            self._opening.cancel()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
         connection = self.connection
         if connection is not None:
             connection.abort()
@@ -223,7 +234,7 @@ class Exchange:
             self.connection.resume()
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection: NEW while connecting, ACTIVE for one exchange at a time, IDLE between them, CLOSED."""
 
     __slots__ = (
@@ -257,15 +268,13 @@ class Connection(asyncio.Protocol):
     ) -> None:
         # For the life of the connection.
         self.loop = asyncio.get_running_loop()
-        self.state = State.NEW
+        self.state = _NEW
         self.expires_at_s = 0.0
         self._keeper = keeper
         self._peer = peer
         self._idle_timeout_s = idle_timeout_s
         self._read_buffer_bytes = read_buffer_bytes
         self._max_header_bytes = max_header_bytes
-        self._parser = HttpResponseParser(self)
-        self._feed = self._parser.feed_data
         # For one exchange.
         self._exchange: Exchange | None = None
         self._headers: Headers = []
@@ -276,12 +285,12 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Open, and carrying nothing."""
-        return self.state is State.IDLE
+        return self.state is _IDLE
 
     @property
     def is_closed(self) -> bool:
         """Of no use any more."""
-        return self.state is State.CLOSED
+        return self.state is _CLOSED
 
     def has_expired(self, now_s: float) -> bool:
         """Idle for so long that the engine may be about to close it."""
@@ -289,7 +298,7 @@ class Connection(asyncio.Protocol):
 
     def start(self, exchange: Exchange, request: Request) -> None:
         """Write the request; its reply goes to the exchange."""
-        self.state = State.ACTIVE
+        self.state = _ACTIVE
         self._exchange = exchange
         exchange.connection = self
         exchange.is_sent = True
@@ -305,14 +314,15 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once, so that the engine sees the client gone; unsent bytes are dropped."""
-        if self.state is State.CLOSED:
+        if self.state is _CLOSED:
             return
         self._keeper.forget(self)
-        has_transport = self.state is not State.NEW
-        self.state = State.CLOSED
+        has_transport = self.state is not _NEW
+        self.state = _CLOSED
         self._exchange = None
         if has_transport:
             self._transport.abort()
+            del self._transport, self._parser, self._feed  # no cycle is left for the collector
 
     def fail(self, error: UpstreamError) -> None:
         """Close at once and tell the exchange why."""
@@ -325,13 +335,23 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport, on behalf of an exchange that is about to start."""
-        if self.state is State.CLOSED:  # given up while connecting
+        if self.state is _CLOSED:  # given up while connecting
             transport.close()
             return
         self._transport = cast("asyncio.Transport", transport)
-        self.state = State.ACTIVE
+        self._parser = HttpResponseParser(self)
+        self._feed = self._parser.feed_data
+        self.state = _ACTIVE
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """Return where to put what comes next."""
+        return _ARRIVALS
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what has come."""
+        self.data_received(_ARRIVALS[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Parse, hand over, and hold the engine back if the reader is slow."""
         exchange = self._exchange
         if exchange is None:  # nobody has asked for anything
@@ -340,10 +360,13 @@ class Connection(asyncio.Protocol):
         if not exchange.status:
             exchange.forget_request()
         exchange.unread_bytes += len(data)
+        failure: UpstreamError | None = None
         try:
             self._feed(data)
         except HttpParserError as error:
-            self.fail(self._failure(error))
+            failure = self._failure(error)
+        if failure is not None:  # behind the except clause, whose error would stay with whatever is raised inside
+            self.fail(failure)
             return
         if exchange.is_complete:
             self._finish(exchange)
@@ -363,7 +386,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the exchange, unless we closed the connection ourselves."""
-        if self.state is not State.CLOSED:
+        if self.state is not _CLOSED:
             self.fail(UpstreamClosed(f"{self._peer} reset the connection: {exc}"))
 
     # Called by the parser, inside ``data_received``.
@@ -412,7 +435,7 @@ class Connection(asyncio.Protocol):
         if self._can_stay and not self._transport.get_write_buffer_size():
             self.expires_at_s = self.loop.time() + self._idle_timeout_s
             if self._keeper.keep(self):
-                self.state = State.IDLE
+                self.state = _IDLE
                 return
         self.abort()
 
@@ -432,9 +455,9 @@ class Connection(asyncio.Protocol):
     def _failure(self, error: HttpParserError) -> UpstreamError:
         cause = error.__context__
         if isinstance(cause, UpstreamError):
-            return cause
+            return cause.with_traceback(None)  # it would hold the exchange, which is to hold the error
         failure = UpstreamProtocol(f"{self._peer} sent bytes that are not a valid HTTP/1.1 reply: {error}")
-        failure.__cause__ = error
+        failure.__cause__ = error.with_traceback(None)
         return failure
 
 

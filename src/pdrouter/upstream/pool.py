@@ -165,7 +165,7 @@ class Pool:
         try:
             connection = await self._open()
         except RouterError as error:
-            exchange.fail(error)
+            exchange.fail(error.with_traceback(None))  # it would hold the exchange, which holds the error
         else:
             connection.start(exchange, request)
 

@@ -48,7 +48,11 @@ async def send_all(lab: Lab) -> None:
 @pytest.mark.invariant("I4")
 @pytest.mark.parametrize(
     "flags",
-    [{"policy": "least_work"}, {"policy": "power_of_two"}, {"policy": "least_work", "max_concurrent_requests": 2}],
+    [
+        {"policy": "least_work", "admission": False},
+        {"policy": "power_of_two"},
+        {"policy": "least_work", "max_concurrent_requests": 2},
+    ],
     ids=["least_work", "power_of_two", "queue"],
 )
 async def test_live_traffic_replayed_gives_the_same_decisions(

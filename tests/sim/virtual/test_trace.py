@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.sim.virtual.builders import make_trace
 
-from pdrouter.sim.virtual.trace import EXCERPT, Request, read_trace
+from pdrouter.sim.virtual.trace import CONVERSATION, EXCERPT, Request, read_trace
 from pdrouter.sim.workload import load_excerpt
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -81,3 +81,12 @@ def test_faster_and_repeated() -> None:
     assert (laps[0] | laps[1]).isdisjoint(laps[2])
     assert len(laps[1]) == 3
     assert len(trace.repeated(1).requests) == 1
+
+
+def test_the_whole_trace_begins_as_its_excerpt_does() -> None:
+    """The shipped hour has the excerpt's requests in front."""
+    whole, excerpt = read_trace(CONVERSATION, 1), read_trace(EXCERPT, 1)
+    assert len(whole.requests) == 12_031
+    assert sum(r.prompt_tokens for r in whole.requests if r.at_s < 60) == sum(
+        r.prompt_tokens for r in excerpt.requests if r.at_s < 60
+    )

@@ -173,9 +173,14 @@ class _PairSearch:
                 return
         self._seen += 1
         prefill_s = prefill_cost_s(self._job, worker)
-        if prefill_s + decode.cost_s < self._best_s:
-            self._best_s = prefill_s + decode.cost_s
+        cost_s = prefill_s + decode.cost_s
+        if cost_s < self._best_s or (cost_s == self._best_s and self._is_longer_free(worker)):
+            self._best_s = cost_s
             self._best = (Offer(prefill_s, worker), decode)
+
+    def _is_longer_free(self, worker: Worker) -> bool:
+        """Whether it is free for longer than the best: of idle ranks with the same match no one gets it all."""
+        return self._best is not None and worker.free_at_s < self._best[0].worker.free_at_s
 
 
 class _RegularSearch:

@@ -16,7 +16,7 @@ from pdrouter.sim.virtual.figures import Objective
 from pdrouter.sim.virtual.fleet_spec import EngineSpec
 from pdrouter.sim.virtual.generators import PRESETS
 from pdrouter.sim.virtual.sweep import BOUNDS, Case, Load
-from pdrouter.sim.virtual.trace import EXCERPT
+from pdrouter.sim.virtual.trace import CONVERSATION, EXCERPT
 
 MakeOptions = Callable[[Settings], RouterOptions]
 
@@ -69,7 +69,7 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    kinds = f"Mooncake's JSON lines, Azure's CSV, {EXCERPT} (shipped), or made: {', '.join(PRESETS)}"
+    kinds = f"Mooncake's JSON lines, Azure's CSV, {EXCERPT} or {CONVERSATION} (shipped), or made: {', '.join(PRESETS)}"
     a_policy = (
         "A policy, with other settings of the router, report_interval or report_delay if needed: "
         f"NAME[,SETTING=VALUE,...]; or a bound: {', '.join(BOUNDS)}"

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle
 
 import matplotlib as mpl
@@ -21,36 +22,44 @@ _WIDTH_IN, _HEIGHT_IN = 8.0, 3.2
 
 def draw(rows: Sequence[Row], results: Sequence[Result], plan: Plan | None) -> Iterator[tuple[str, str]]:
     """Return pictures, each with its title."""
-    style = {"svg.fonttype": "none", "svg.hashsalt": "pdrouter", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
-    with mpl.rc_context(style):  # type: ignore[arg-type]  # its keys are literals
+    with using_style():
         if plan is not None:
-            yield "Good answers by numbers of endpoints", _svg(_plan(plan))
+            yield "Good answers by numbers of endpoints", svg_of(_plan(plan))
             return
         loads = list(dict.fromkeys(row.title for row in rows))
         if len(loads) > 1:
-            yield "Good answers over load", _svg(_over_load(rows, results))
+            yield "Good answers over load", svg_of(_over_load(rows, results))
         for load in loads:
             first = [result for result in results if result.title == load and result.curves is not None]
-            yield f"Times, {load}", _svg(_distributions(first))
+            yield f"Times, {load}", svg_of(_distributions(first))
         routed = [result for result in first if result.policy not in BOUNDS]
         if routed:
-            yield f"Prompt tokens computed, by prefill rank and time of arrival, {load}", _svg(_heat(routed))
-            yield f"Imbalance over time, {load}", _svg(_imbalance(routed))
+            yield f"Prompt tokens computed, by prefill rank and time of arrival, {load}", svg_of(_heat(routed))
+            yield f"Imbalance over time, {load}", svg_of(_imbalance(routed))
 
 
-def _svg(figure: Figure) -> str:
+def using_style() -> AbstractContextManager[None]:
+    """Let what is drawn meanwhile look alike."""
+    style = {"svg.fonttype": "none", "svg.hashsalt": "pdrouter", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+    return mpl.rc_context(style)  # type: ignore[arg-type]  # its keys are literals
+
+
+def svg_of(figure: Figure) -> str:
+    """Return a figure as an SVG element."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
-def _styles(policies: Sequence[str]) -> Mapping[str, tuple[str, str]]:
+def styles_of(policies: Sequence[str]) -> Mapping[str, tuple[str, str]]:
+    """Return a colour and a dash for each."""
     colours, dashes = cycle(_COLOURS), cycle(_DASHES)
     return {policy: (next(colours), next(dashes)) for policy in dict.fromkeys(policies)}
 
 
-def _line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, style: tuple[str, str]) -> None:
+def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, style: tuple[str, str]) -> None:
+    """Draw one policy's line."""
     axes.plot(x, y, label=label, color=style[0], linestyle=style[1], linewidth=1.4)
 
 
@@ -58,12 +67,12 @@ def _over_load(rows: Sequence[Row], results: Sequence[Result]) -> Figure:
     rate = {result.title: result.rate_per_s for result in results}
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for policy, style in _styles([row.policy for row in rows]).items():
+    for policy, style in styles_of([row.policy for row in rows]).items():
         mine = [row for row in rows if row.policy == policy]
         x = [rate[row.title] for row in mine]
         for axes, name, scale in ((left, "attainment", 100.0), (right, "goodput_per_s", 1.0)):
             values = [row.figures[name] for row in mine]
-            _line(axes, x, [value.mean * scale for value in values], policy, style)
+            draw_line(axes, x, [value.mean * scale for value in values], policy, style)
             low = [(value.mean - (value.half_width or 0.0)) * scale for value in values]
             high = [(value.mean + (value.half_width or 0.0)) * scale for value in values]
             axes.fill_between(x, low, high, color=style[0], alpha=0.15, linewidth=0)
@@ -77,11 +86,11 @@ def _distributions(results: Sequence[Result]) -> Figure:
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     left, right = figure.subplots(1, 2)
     shares = list(range(101))
-    styles = _styles([result.policy for result in results])
+    styles = styles_of([result.policy for result in results])
     for result in results:
         if result.curves is not None:
-            _line(left, result.curves.ttft_s, shares, result.policy, styles[result.policy])
-            _line(right, [1000 * s for s in result.curves.token_s], shares, result.policy, styles[result.policy])
+            draw_line(left, result.curves.ttft_s, shares, result.policy, styles[result.policy])
+            draw_line(right, [1000 * s for s in result.curves.token_s], shares, result.policy, styles[result.policy])
     left.set(xscale="log", xlabel="time to first token, s", ylabel="answers, %")
     right.set(xlabel="time per token, ms")
     left.legend(fontsize=7)
@@ -112,13 +121,13 @@ def _heat(results: Sequence[Result]) -> Figure:
 def _imbalance(results: Sequence[Result]) -> Figure:
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
     axes = figure.subplots()
-    styles = _styles([result.policy for result in results])
+    styles = styles_of([result.policy for result in results])
     for result in results:
         if result.curves is not None:
             slots = list(zip(*result.curves.prefill_work, strict=True))
             values = [max(slot) * len(slot) / sum(slot) if sum(slot) else 1.0 for slot in slots]
             moments = [(number + 0.5) * result.curves.slot_s for number in range(len(slots))]
-            _line(axes, moments, values, result.policy, styles[result.policy])
+            draw_line(axes, moments, values, result.policy, styles[result.policy])
     axes.set(xlabel="s", ylabel="busiest rank / mean rank")
     axes.legend(fontsize=7)
     return figure

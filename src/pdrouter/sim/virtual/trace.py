@@ -5,10 +5,12 @@ time to the next by a seed. Generated traces: ``generators.py``.
 """
 
 import csv
+import gzip
 import io
 import random
 from collections.abc import Sequence
 from datetime import datetime
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +19,8 @@ import msgspec
 from pdrouter.sim.workload import TRACE_BLOCK_TOKENS, TRACE_TICK_S, Row, load_excerpt
 
 EXCERPT = "excerpt"
-"""The name of the shipped trace."""
+CONVERSATION = "conversation"
+"""The names of the shipped trace's first minutes, and of its whole hour."""
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -61,18 +64,21 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(name: str, seed: int) -> Trace:
-    """Return a trace by its file: Mooncake's JSON lines, Azure's CSV, or the shipped excerpt.
+    """Return a trace by its file: Mooncake's JSON lines, Azure's CSV, or shipped.
 
     Raises: ValueError that says what is wrong.
     """
     if name == EXCERPT:
         return from_rows(load_excerpt(), seed)
+    if name == CONVERSATION:
+        packed = resources.files("pdrouter").joinpath("data/mooncake_conversation_trace.jsonl.gz").read_bytes()
+        return from_rows(_rows(gzip.decompress(packed)), seed)
     path = Path(name)
     try:
         raw = path.read_bytes()
         return from_azure(raw.decode(), seed) if path.suffix == ".csv" else from_rows(_rows(raw), seed)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; a trace is a file, or {EXCERPT}") from None
+        raise ValueError(f"{path}: {error.strerror}; a trace is a file, {EXCERPT} or {CONVERSATION}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError) as error:
         raise ValueError(f"{path}: neither Mooncake's JSON lines nor Azure's CSV: {error}") from None
 

@@ -1,0 +1,214 @@
+"""What the router's own paths answer: the structs that are encoded, and from which ``openapi.py`` derives schemas.
+
+It knows no router; ``workers.py`` and ``fleet_api.py`` fill these, ``replies.py`` tells of failures by them.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from pdrouter.config import EndpointSettings
+
+
+class Failure(Struct, frozen=True):
+    """What failed, in OpenAI's words; ``code`` is stable, ``param`` names the field at fault."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+
+
+class ErrorReply(Struct, frozen=True):
+    """A failure in OpenAI's shape."""
+
+    error: Failure
+
+
+class AnthropicFailure(Struct, frozen=True):
+    """What failed, in Anthropic's words and, beyond them, with its stable code."""
+
+    type: str
+    message: str
+    code: str
+
+
+class AnthropicError(Struct, frozen=True):
+    """A failure in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: AnthropicFailure
+
+
+class ResponsesError(Struct, frozen=True):
+    """A failure in a stream of ``/v1/responses``."""
+
+    type: Literal["error"]
+    code: str
+    message: str
+    param: str | None
+
+
+class Refusal(Struct, frozen=True):
+    """A failure of the workers API, in the shape of sglang-router's."""
+
+    error: str
+    code: str
+
+
+class Model(Struct, frozen=True):
+    """A model that some endpoint serves."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(Struct, frozen=True):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Worker(Struct, frozen=True):
+    """An endpoint, in the shape of sglang-router's; ``load`` is its requests."""
+
+    id: str
+    url: str
+    model_id: str
+    priority: int
+    cost: float
+    worker_type: str
+    is_healthy: bool
+    load: int
+    connection_mode: str
+    bootstrap_port: int | None
+    metadata: dict[str, str]
+    job_status: None
+
+
+class Stats(Struct, frozen=True):
+    """Endpoints by role."""
+
+    prefill_count: int
+    decode_count: int
+    regular_count: int
+
+
+class Workers(Struct, frozen=True):
+    """All endpoints."""
+
+    workers: list[Worker]
+    total: int
+    stats: Stats
+
+
+class Urls(Struct, frozen=True):
+    """All endpoints, by URL."""
+
+    urls: list[str]
+
+
+class NewWorker(EndpointSettings, frozen=True, kw_only=True):
+    """An endpoint that is to join. ``priority``, ``cost`` and ``labels`` have no effect."""
+
+    worker_type: Literal["prefill", "decode", "regular"] = "regular"
+    model_id: str | None = None
+    priority: int | None = None
+    cost: float | None = None
+    labels: dict[str, str] | None = None
+
+
+class Accepted(Struct, frozen=True):
+    """A change of the fleet that takes effect soon."""
+
+    status: Literal["accepted"]
+    worker_id: str
+    url: str
+    location: str
+    message: str
+
+
+class NotFlushed(Struct, frozen=True):
+    """An endpoint whose cache couldn't be flushed, and why."""
+
+    worker: str
+    error: str
+
+
+class Flushed(Struct, frozen=True):
+    """Whose caches were flushed."""
+
+    status: Literal["success", "partial_success"]
+    total_workers: int
+    successful: list[str]
+    failed: list[NotFlushed]
+
+
+class WorkerLoad(Struct, frozen=True):
+    """An endpoint's load in tokens, -1 where nothing is known."""
+
+    worker: str
+    load: int
+
+
+class Loads(Struct, frozen=True):
+    """The load of every endpoint."""
+
+    workers: list[WorkerLoad]
+
+
+class Ready(Struct, frozen=True):
+    """Every known model can be served."""
+
+    status: Literal["ready"]
+    healthy_workers: int
+    total_workers: int
+
+
+class NotReady(Struct, frozen=True):
+    """Some model can't be served, or none."""
+
+    status: Literal["not ready"]
+    reason: str
+
+
+class Amount(Struct, frozen=True):
+    """A load; ``None`` where an engine doesn't say."""
+
+    tokens: float | None
+    requests: float | None
+
+
+class RankPage(Struct, frozen=True):
+    """A rank: what its engine reported, what the ledger holds, and what they say together."""
+
+    rank: int
+    reported: Amount | None
+    report_age_s: float | None
+    ledger: Amount
+    effective: Amount
+
+
+class EndpointPage(Struct, frozen=True):
+    """An endpoint with its ranks; ``out`` says why it takes nothing, ``unassigned`` is the load of no known rank."""
+
+    address: str
+    role: str
+    engine: str
+    version: str | None
+    group: str
+    model: str | None
+    is_ready: bool
+    out: str | None
+    unassigned: Amount
+    ranks: list[RankPage]
+
+
+class Fleet(Struct, frozen=True):
+    """Every endpoint, and how many decisions are live."""
+
+    live_decisions: int
+    endpoints: list[EndpointPage]

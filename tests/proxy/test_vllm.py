@@ -283,3 +283,13 @@ async def test_a_decode_that_has_the_history_needs_no_prefill(tmp_path: Path) ->
         assert "in one place" in leg["endpoint_why"]["sentence"]
         assert "pair=" in leg["endpoint_why"]["sentence"]
         assert b'pdrouter_decisions_alone_total{role="decode"} 1.0' in (await lab.get("/metrics")).body
+
+
+@pytest.mark.invariant("I8")
+async def test_a_prefill_whose_answer_isnt_one_is_to_blame(tmp_path: Path) -> None:
+    """Not the decode engine that never heard of the request: another prefill is tried."""
+    async with vllm_lab("nixl", tmp_path, prefill=2, disable_retries=False, cb_failure_threshold=1) as lab:
+        await fault(lab.prefills[0], "status", status=200, body=["not an answer"])
+        replies = [await lab.post(CHAT, chat(f"{n} {LONG}", 4)) for n in range(3)]
+        assert [reply.status for reply in replies] == [200] * 3
+        assert lab.core.fleet.is_ready(lab.decodes[0].url.removeprefix("http://"))

@@ -21,7 +21,7 @@ from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Engine, HandOver, Inbound, Leg, Plan, forward
 from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
 from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count, with_cached_tokens
-from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError
+from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError, UpstreamProtocol
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Late, end_of_stage
 from pdrouter.proxy.edge import attempt
@@ -212,7 +212,8 @@ class Flight:
             return
         error = attempt(self._prefilled)
         if error is not None:
-            self._fail(error, self._decision.decode)
+            decision = self._decision
+            self._fail(error, decision.prefill if isinstance(error, UpstreamProtocol) else decision.decode)
 
     def client_drained(self) -> None:
         """Pass on what has come meanwhile."""
@@ -327,7 +328,7 @@ class Flight:
     def _begin(self, exchange: Exchange) -> None:
         self._observer.first_piece()
         headers = passed_on(exchange.raw_headers)
-        if self._is_edited:
+        if self._is_edited or self._inbound.is_stream:  # an error event isn't counted in a length
             headers = unsized(headers)
         if self._plan.merges_logprobs and self._prefill is not None:
             prompt = prompt_logprobs(self._prefill.reply(), is_stream=True)

@@ -33,7 +33,7 @@ def test_policies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [(row["policy"], row["seed"]) for row in rows] == [(p, s) for p in policies for s in "01"]
     assert all(float(row["ttft_p99_s"]) >= float(row["ttft_p50_s"]) > 0 for row in rows)
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written["command"].startswith("pdrouter ")
+    assert written["command"].startswith("pdrouter")
     assert [row["policy"] for row in written["policies"]] == policies
     assert written["policies"][0]["figures"]["requests"] == {"mean": 60.0, "half_width": 0.0}
     assert "<svg" in (tmp_path / "report.html").read_text()

@@ -279,6 +279,23 @@ async def mend(emulator: Emulator) -> None:
         assert (await call.finish()).status == 200
 
 
+@contextlib.asynccontextmanager
+async def mute_port(emulator: Emulator) -> AsyncIterator[None]:
+    """Put in an engine's place a port that takes no connection and refuses none."""
+    await emulator.stop()
+    port = int(emulator.url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        yield
+
+
 def make_settings(flags: Mapping[str, object]) -> Settings:
     """Return settings fit for tests: any port, quick checks, one attempt for each request."""
     quick = {

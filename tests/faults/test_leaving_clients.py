@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.checks import NEIGHBOURS, VLLM, is_right, neighbours, nothing_left
-from tests.lab import CHAT, Call, Lab, chat, connect, fault, make_lab, until
+from tests.lab import CHAT, Call, Lab, chat, connect, fault, make_lab, mute_port, until
 
 pytestmark = [pytest.mark.invariant("I2"), pytest.mark.invariant("I12")]
 
@@ -84,18 +84,8 @@ async def test_a_client_leaves(stage: str, way: str, engine: str) -> None:
 async def mute_decode(lab: Lab) -> AsyncIterator[None]:
     """Put in the decode engine's place a port that takes no connection and refuses none."""
     (emulator,) = lab.decodes
-    await emulator.stop()
     lab.decodes = []
-    port = int(emulator.url.rpartition(":")[2])
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(0)
-        for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(("127.0.0.1", port))
+    async with mute_port(emulator):
         yield
 
 

@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from pdrouter.proxy import abort
-from pdrouter.sim.emulator import Emulator
 from tests.lab import (
     CHAT,
     GENERATE,
@@ -25,6 +23,7 @@ from tests.lab import (
     hang,
     http,
     make_lab,
+    mute_port,
     route_to,
     start,
     until,
@@ -277,23 +276,6 @@ async def test_connect_refused(side: str, is_stream: bool) -> None:
         assert (reply.status, reply.error["code"]) == (502, "upstream_unreachable")
         assert gone.url[7:] in reply.error["message"]
         await lab.settled(within_s=1.0)
-
-
-@contextlib.asynccontextmanager
-async def mute_port(emulator: Emulator) -> AsyncIterator[None]:
-    """Put in an engine's place a port that takes no connection and refuses none."""
-    await emulator.stop()
-    port = int(emulator.url.rpartition(":")[2])
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(0)
-        for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(("127.0.0.1", port))
-        yield
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

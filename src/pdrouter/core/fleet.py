@@ -125,6 +125,7 @@ class Fleet:
         self._ways: dict[tuple[str | None, Task, bool, bool, bool], tuple[Way, ...]] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._out: dict[str, dict[str, str]] = {}
+        self._alone: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._ready: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._partners: dict[tuple[str, str | None], tuple[Endpoint, ...]] = {}
         self._models: frozenset[str] | None = None
@@ -183,7 +184,11 @@ class Fleet:
 
     def alone(self, role: Role, model: str | None) -> tuple[Endpoint, ...]:
         """Return the ready endpoints of a role that may serve a model without a partner."""
-        return tuple(e for e in self._endpoints.values() if e.role is role and self._may_serve(e, model))
+        pool = self._alone.get((role, model))
+        if pool is None:
+            every = self._endpoints.values()
+            pool = self._alone[role, model] = tuple(e for e in every if e.role is role and self._may_serve(e, model))
+        return pool
 
     def ways(self, model: str | None, facts: RequestFacts) -> tuple[Way, ...]:
         """Return the ways in which a request may be served now, the preferred first where their times aren't known."""
@@ -248,6 +253,7 @@ class Fleet:
 
     def _forget_pools(self) -> None:
         self._ways.clear()
+        self._alone.clear()
         self._ready.clear()
         self._partners.clear()
         self._models = None

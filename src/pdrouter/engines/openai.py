@@ -5,10 +5,9 @@ Nothing is known of its ranks and its load but what the ledger says. A closed co
 
 from collections.abc import Sequence
 
-import msgspec
-
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Endpoint
+from pdrouter.engines.about import described
 from pdrouter.engines.base import Attempt, Described, HandOver, Inbound, LoadReply, Plan, Traits, forward
 
 
@@ -40,22 +39,10 @@ class OpenAi:
     def bootstrap_path(self, endpoint: Endpoint) -> None:
         """Nothing: it meets nobody."""
 
-    def describe(self, _path: str, body: bytes) -> Described | None:
+    def describe(self, path: str, body: bytes) -> Described | None:
         """Read ``/v1/models``; of several the first."""
-        try:
-            models = msgspec.json.decode(body, type=_Models).data
-        except (msgspec.MsgspecError, RecursionError):
-            return None
-        return Described(model=models[0].id) if models else None
+        return described(path, body)
 
     def read_load(self, body: bytes) -> LoadReply | None:
         """Never asked."""
         raise NotImplementedError
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]

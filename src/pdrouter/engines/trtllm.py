@@ -16,6 +16,7 @@ from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.fleet import Endpoint
 from pdrouter.core.load import RankReport
 from pdrouter.core.request import Task
+from pdrouter.engines.about import described
 from pdrouter.engines.base import (
     Attempt,
     Described,
@@ -112,13 +113,7 @@ class Trtllm:
 
     def describe(self, path: str, body: bytes) -> Described | None:
         """Read ``/v1/models`` and ``/version``."""
-        try:
-            if path == "/version":
-                return Described(version=msgspec.json.decode(body, type=_Version).version)
-            models = msgspec.json.decode(body, type=_Models).data
-        except (*_UNREADABLE, RecursionError):
-            return None
-        return Described(model=models[0].id) if models else None
+        return described(path, body)
 
     def read_load(self, body: bytes) -> LoadReply | None:
         """Read ``/prometheus/metrics``, or the iterations at ``/metrics``: one report, tokens aren't told.
@@ -170,18 +165,6 @@ class _StreamOptions(msgspec.Struct):
 
 class _Request(msgspec.Struct):
     stream_options: _StreamOptions | None = None
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class _Version(msgspec.Struct):
-    version: str
 
 
 class _KvStats(msgspec.Struct, rename="camel"):

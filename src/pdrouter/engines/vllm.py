@@ -15,6 +15,7 @@ from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.fleet import Endpoint
 from pdrouter.core.load import RankReport
 from pdrouter.core.request import Task
+from pdrouter.engines.about import described
 from pdrouter.engines.base import (
     Attempt,
     Described,
@@ -168,14 +169,11 @@ class Vllm:
         try:
             if path == "/metrics":
                 return _described_by_metrics(body)
-            if path == "/version":
-                return Described(version=msgspec.json.decode(body, type=_Version).version)
             if path == "/query":
                 return _described_by_query(body)
-            models = msgspec.json.decode(body, type=_Models).data
         except (msgspec.MsgspecError, RecursionError):
             return None
-        return Described(model=models[0].id) if models else None
+        return described(path, body)
 
     def read_load(self, body: bytes) -> LoadReply | None:
         """Read ``/metrics``: one report for each ``engine`` label.
@@ -217,18 +215,6 @@ class _PrefillReply(msgspec.Struct):
 
 class _KvParams(msgspec.Struct):
     remote_prefill_cached_tokens: int | None = None
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class _Version(msgspec.Struct):
-    version: str
 
 
 class _MooncakeEngine(msgspec.Struct):

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from tests.core.builders import make_options
+from tests.sim.conftest import make_profile as make_plain_profile
 
 from pdrouter.core.cost import profile_from
 from pdrouter.core.router import Router
@@ -22,23 +23,14 @@ BLOCK = 100
 def make_profile(**changes: Any) -> Profile:
     """Return a profile whose prefill takes 1 ms a token, read in chunks of 100, and whose answers take 1 us a step."""
     fields: dict[str, Any] = {
-        "source": "test",
-        "use": "test",
-        "engine": "sglang",
-        "gpu": "none",
-        "model": "test",
-        "tp": 1,
-        "dp": 1,
-        "units": "ms; tokens",
         "prefill": PrefillCurve(a0=0.0, a1=1.0, a2=0.0),
         "decode": DecodeCurve(b0=0.001, b1=0.0, b2=0.0),
         "kv_capacity_tokens": 10_000_000,
-        "kv_bytes_per_token": 1000,
         "kv_transfer_us_per_token": 0.0,
         "max_batch": 10_000,
         "prefill_chunk_tokens": BLOCK,
     }
-    return Profile(**(fields | changes))
+    return make_plain_profile(**(fields | changes))
 
 
 PLAIN = {"plain": make_profile()}

@@ -193,3 +193,18 @@ def test_long_prompts_alone_teach_the_pace_of_prefill() -> None:
     tier = worker_of(router).prefill_tier
     assert tier is not None
     assert 1.8 < tier.pace.factor < 2.2
+
+
+def test_a_prompt_that_was_begun_before_its_endpoint_left() -> None:
+    """The rank that came back under the same name knows nothing of it: its end frees nothing there."""
+    router = make_router([prefill("p"), decode("d")], make_options(policy="least_work"))
+    old = decide(router, facts(5000), 0.0)
+    router.observe(events.EndpointLeft("p"), 0.1)
+    router.observe(events.EndpointJoined(prefill("p")), 0.2)
+    decide(router, facts(8000), 0.3)
+    (worker,) = router.work.sites["p"].workers
+    queued_s, free_at_s = worker.queued_s, worker.free_at_s
+    router.observe(events.FirstTokenSeen(old), 0.3)
+    assert (worker.queued_s, worker.free_at_s) == (queued_s, free_at_s)
+    router.settle(old, 0.4)
+    assert worker.queued_s == queued_s

@@ -78,6 +78,31 @@ async def test_counters_that_fall_tell_of_a_restart() -> None:
             assert (restarts(lab), lab.core.fleet.is_ready(worker.url[7:])) == (1, True)
 
 
+def page(started_unix_s: float | None, running: int = 0) -> bytes:
+    """Return the metrics of an engine whose process began at that moment, if it tells."""
+    started = f"process_start_time_seconds {started_unix_s}\n" if started_unix_s else ""
+    return f'{started}vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'.encode()
+
+
+async def test_a_process_that_began_later_is_another() -> None:
+    """The same start, or none told, is no restart; a later one is, once, though no connection was refused."""
+    async with ScriptedEngine(None, {"/metrics": always(200, page(1e9)), CHAT: always(200, {})}).listen() as worker:
+        flags: dict[str, Any] = {"health_check_interval_secs": 60, "worker_load_check_interval": 0.02}
+        async with route_to((), (), [worker], engine="vllm", **flags) as lab:
+            assert (await lab.post(CHAT, chat(TEXT))).status == 200
+            for told in (page(1e9, 1), page(None), page(1e9)):
+                worker.scripts["/metrics"] = always(200, told)
+                polls = len(worker.asked_for("/metrics"))
+                await until(lambda polls=polls: len(worker.asked_for("/metrics")) > polls + 2)
+            assert (restarts(lab), lab.core.prefixes.entries > 0) == (0, True)
+            worker.scripts["/metrics"] = always(200, page(1e9 + 60))
+            await until(lambda: restarts(lab) == 1)
+            assert lab.core.prefixes.entries == 0
+            polls = len(worker.asked_for("/metrics"))
+            await until(lambda: len(worker.asked_for("/metrics")) > polls + 2)
+            assert restarts(lab) == 1
+
+
 @pytest.mark.parametrize("change", [{"version": "2"}, {"max_total_num_tokens": 9}, {"dp_size": 2}])
 async def test_an_engine_that_comes_back_as_another(change: dict[str, object]) -> None:
     """Out for a while and then of another version or capacity, it is another process."""

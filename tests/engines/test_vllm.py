@@ -263,6 +263,10 @@ def test_its_load() -> None:
         RankReport(4, 0.5 * 364 * 128, 3.0, None, 0.5),
         RankReport(5, None, 3.0, None, 0.25),
     ]
+    assert reply.started_unix_s is None
     assert ENGINE.read_load(b"vllm:num_requests_waiting 3") is None
     old = b"vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5\n"
     assert ENGINE.read_load(old) is not None
+    anew = ENGINE.read_load(METRICS + b"process_start_time_seconds 1.7e+09\n")
+    assert anew is not None
+    assert anew.started_unix_s == 1.7e9

@@ -102,6 +102,25 @@ async def test_a_client_leaves_between_the_legs() -> None:
         assert lab.router.service.dispatcher.hand_overs.stranded == 1
 
 
+@pytest.mark.parametrize("way", ["close", "reset", "half"])
+async def test_a_client_leaves_the_queue(way: str) -> None:
+    """Whoever waits in the router and leaves takes its place along: no leg was sent, and others have their turn."""
+    async with lab_of("sglang", max_concurrent_requests=1) as lab, nothing_left(lab):
+        waiting = lab.core.entrance.admission if lab.core.entrance else None
+        assert waiting is not None
+        async with await lab.start(CHAT, chat("first", LONG, stream=True)) as first:
+            await first.some()
+            decided = lab.core.decided
+            async with await lab.start(CHAT, chat("waits", LONG, stream=True)) as call:
+                await until(lambda: len(waiting) == 1)
+                leave_by(way, call)
+                await until(lambda: not len(waiting) and not waiting.waiting_bytes)
+            assert lab.core.decided == decided
+            behind = asyncio.ensure_future(lab.post(CHAT, chat("behind", 4, stream=True)))
+            await until(lambda: len(waiting) == 1)
+        assert is_right(await behind, "behind", 4)
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 async def test_slow_senders_and_readers(engine: str) -> None:
     """Clients that send or read a few bytes at a time get the right answer, and others don't wait for them."""

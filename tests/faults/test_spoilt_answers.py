@@ -104,6 +104,17 @@ async def test_stalled_answers(side: str, engine: str) -> None:
         await neighbours(lab)
 
 
+async def test_a_decode_engine_dies_with_the_kv_unfetched() -> None:
+    """Its prefill may hold the KV until its own time limit, which is counted; the client is told."""
+    async with spoilt_lab("vllm") as (lab, (_, decode)):
+        decode.scripts[b"unfetched"] = ends_after(b"", resets=True)
+        reply = await lab.post(CHAT, chat("unfetched"))
+        assert (reply.status, reply.error["code"]) == (502, "upstream_closed")
+        assert lab.router.service.dispatcher.hand_overs.stranded == 1
+        assert (await lab.post(CHAT, chat("fetched"))).status == 200
+        assert lab.router.service.dispatcher.hand_overs.stranded == 1
+
+
 async def test_a_short_stream_is_not_made_whole() -> None:
     """Where the engine told a length, our error event doesn't fill up what is missing of it: the end stays improper."""
     async with spoilt_lab("sglang") as (lab, (_, decode)):

@@ -69,7 +69,7 @@ def test_anthropics_path_has_anthropics_shape(kind: type[RouterError]) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(Api))
 def test_a_failure_in_a_stream_is_one_event(message: str, path: Api) -> None:
     """Whatever its message holds, no line of it ends the event early; where events have names, so has this."""
-    event = error_event(errors.UpstreamClosed(message), path)
+    event = error_event(errors.UpstreamClosed(message), path, b'data: {"sequence_number":6,"n":1}\n\n')
     name, data, body = event.partition(b"data: ")
     assert (name, data) == (b"event: error\n" if path in (Api.MESSAGES, Api.RESPONSES) else b"", b"data: ")
     assert body.endswith(b"}\n\n")
@@ -77,7 +77,9 @@ def test_a_failure_in_a_stream_is_one_event(message: str, path: Api) -> None:
     assert b"\r" not in event
     told = json.loads(body)
     if path is Api.RESPONSES:
-        assert told == {"type": "error", "code": "upstream_closed", "message": message, "param": None}
+        assert told == {"type": "error", "code": "upstream_closed", "message": message, "param": None} | {
+            "sequence_number": 7
+        }
     else:
         assert told == json.loads(error_body(errors.UpstreamClosed(message), path))
         assert told["error"]["message"] == message

@@ -1,5 +1,6 @@
 """Further attempts: where they help, and where there must be none."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -37,6 +38,20 @@ async def test_the_limit_of_attempts() -> None:
         await fault(lab.decodes[0], "status", status=503, body={"mine": 1})
         reply = await lab.post(CHAT, chat("x", 4))
         assert (reply.status, reply.json(), attempts(lab)) == (503, {"mine": 1}, 3)
+        await lab.settled()
+
+
+@pytest.mark.invariant("I8")
+async def test_a_back_off_beyond_the_deadline() -> None:
+    """There is no waiting for an attempt that can't be: the client gets the engine's own error at once."""
+    flags = RETRIES | {"retry_initial_backoff_ms": 60_000, "retry_max_backoff_ms": 60_000, "request_timeout_secs": 20}
+    async with make_lab(1, 2, **flags) as lab:
+        for engine in lab.decodes:
+            await fault(engine, "status", status=503, body={"mine": 1})
+        async with asyncio.timeout(10.0):
+            reply = await lab.post(CHAT, chat("x", 4))
+        assert (reply.status, reply.json(), attempts(lab)) == (503, {"mine": 1}, 1)
+        assert lab.router.service.dispatcher.retries.counters() == {"made": 0, "refused": 0}
         await lab.settled()
 
 
@@ -100,7 +115,8 @@ async def test_the_budget_of_all() -> None:
 
 async def test_a_client_that_leaves_before_the_next_attempt() -> None:
     """There is none, and nothing is left."""
-    async with make_lab(**{**RETRIES, "retry_initial_backoff_ms": 600_000, "retry_max_backoff_ms": 600_000}) as lab:
+    slow = {"retry_initial_backoff_ms": 60_000, "retry_max_backoff_ms": 60_000, "request_timeout_secs": 600}
+    async with make_lab(**RETRIES | slow) as lab:
         await fault(lab.decodes[0], "status", status=500)
         async with await lab.start(CHAT, chat("x")):
             await until(lambda: lab.router.service.dispatcher.retries.counters()["made"] == 1)
@@ -112,13 +128,12 @@ async def test_a_client_that_leaves_before_the_next_attempt() -> None:
 
 
 async def test_the_deadline_holds_over_all_attempts() -> None:
-    """Waiting for the next attempt counts."""
-    async with make_lab(
-        **{**RETRIES, "retry_initial_backoff_ms": 600_000, "retry_max_backoff_ms": 600_000}, request_timeout_secs=0.2
-    ) as lab:
-        await fault(lab.decodes[0], "status", status=500)
+    """The last one has what the others left of it."""
+    async with make_lab(request_timeout_secs=0.3, **RETRIES) as lab:
+        await fault(lab.decodes[0], "status", status=500, times=1)
+        await fault(lab.decodes[0], "hang")
         reply = await lab.post(CHAT, chat("x"))
-        assert (reply.status, reply.error["code"]) == (504, "upstream_timeout")
+        assert (reply.status, reply.error["code"], attempts(lab)) == (504, "upstream_timeout", 2)
         await lab.settled()
 
 

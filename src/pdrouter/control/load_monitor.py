@@ -62,6 +62,7 @@ class LoadMonitor:
         self._listener = listener
         self._totals: dict[int, float] = {}
         self._totals_unix_s = 0.0
+        self._started_unix_s: float | None = None
         self._paths = list(engine.load_paths)
         self._is_silent = False
         self._log = structlog.stdlib.get_logger("pdrouter.load").bind(endpoint=address)
@@ -117,6 +118,14 @@ class LoadMonitor:
     def forget_totals(self) -> None:
         """Compare no more with what was told before."""
         self._totals = {}
+        self._started_unix_s = None
+
+    def _check_start(self, started_unix_s: float | None) -> None:
+        if started_unix_s is None:
+            return
+        if self._started_unix_s is not None and started_unix_s > self._started_unix_s:
+            self._listener.restarted("its process is another")
+        self._started_unix_s = started_unix_s
 
     def _check_totals(self, ranks: Sequence[RankReport], unix_s: float | None) -> None:
         """What an engine counts since its start grows; where it fell, there was another start.
@@ -133,6 +142,7 @@ class LoadMonitor:
         self._totals = totals
 
     def _tell(self, reply: LoadReply, sent_s: float) -> None:
+        self._check_start(reply.started_unix_s)
         self._check_totals(reply.ranks, reply.unix_s)
         now_s = self._clock()
         t_report_s = (sent_s + now_s) / 2

@@ -119,10 +119,14 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class LoadReply(msgspec.Struct, frozen=True):
-    """An engine's load by rank, as the engine numbers them; ``unix_s`` is its own time stamp, if it gives one."""
+    """An engine's load by rank, as the engine numbers them.
+
+    ``unix_s`` is its own time stamp, ``started_unix_s`` when its process began, if it tells them.
+    """
 
     ranks: Sequence[RankReport]
     unix_s: float | None = None
+    started_unix_s: float | None = None
 
 
 class Traits(msgspec.Struct, frozen=True):

@@ -88,6 +88,8 @@ _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _CACHE = "vllm:cache_config_info"
+_STARTED = "process_start_time_seconds"
+"""Told by every process with Python's Prometheus client, unless several share one page."""
 
 
 class Vllm:
@@ -189,7 +191,10 @@ class Vllm:
             queued, used = waiting.get(rank, 0.0), usage.get(rank)
             tokens = None if used is None or queued or rank not in capacity else used * capacity[rank]
             reports.append(RankReport(rank, tokens, running + queued, None, used))
-        return LoadReply(reports) if reports else None
+        if not reports:
+            return None
+        started_unix_s = next((value for _, value in series(body, _STARTED)), None)
+        return LoadReply(reports, started_unix_s=started_unix_s)
 
 
 class _PromptDetails(msgspec.Struct):

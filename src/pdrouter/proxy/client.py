@@ -49,9 +49,9 @@ class Client:
     """
 
     __slots__ = (
+        "_body",
         "_head",
         "_is_chunked",
-        "_pieces",
         "_takes_chunks",
         "_wire",
         "began_s",
@@ -85,7 +85,7 @@ class Client:
     ) -> None:
         self._wire = wire
         self._takes_chunks = takes_chunks
-        self._pieces: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._head = b""
         self._is_chunked = False
         self.method = method
@@ -106,13 +106,18 @@ class Client:
 
     def take(self, piece: bytes) -> None:
         """Add to the request's body."""
-        self._pieces.append(piece)
+        if not self._body:
+            self._body = piece
+        else:
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)  # grows in place, however small the pieces are
+            self._body += piece
         self.body_bytes += len(piece)
 
     def body(self) -> bytes:
         """Return the request's body, and let go of it."""
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        body, self._body = self._body, b""
+        return bytes(body)
 
     def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         """Begin the reply; from here on nothing is tried again (I7). The head goes out with the first piece.

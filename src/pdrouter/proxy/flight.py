@@ -21,7 +21,7 @@ from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Engine, HandOver, Inbound, Leg, Plan, forward
 from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
 from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count, with_cached_tokens
-from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError, UpstreamProtocol
+from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError, UpstreamClosed, UpstreamProtocol
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Late, end_of_stage
 from pdrouter.proxy.edge import attempt
@@ -370,7 +370,7 @@ class Flight:
         self._end_attempt(error, place)
         self._forget_legs()
         if self._attempts < self._owner.options.max_attempts:  # I8
-            self._timer = self._owner.retries.later(self._attempts, partial(self._try_again, error))
+            self._timer = self._owner.retries.later(self._attempts, self._due_s, partial(self._try_again, error))
         if self._timer is None:
             self._give_up(error)
 
@@ -416,7 +416,7 @@ class Flight:
         if not self._attempts:
             return
         try:
-            self._end_legs(is_answered=error is None)
+            self._end_legs(error)
         finally:
             at_fault = place if error is not None and is_engines_fault(error) else None
             if at_fault is not None and isinstance(error, ConnectFailed):
@@ -426,7 +426,7 @@ class Flight:
             if owner.waitroom is not None:
                 owner.waitroom.room_may_be()
 
-    def _end_legs(self, *, is_answered: bool) -> None:
+    def _end_legs(self, error: RouterError | None) -> None:
         exchange, prefill = self._exchange, self._prefill
         if exchange is not None:
             exchange.listen(None)  # nor is a cycle left for the collector
@@ -437,15 +437,15 @@ class Flight:
         if prefill is None:
             return
         if not prefill.is_done:
-            if is_answered and prefill.send_no_more():
+            if error is None and prefill.send_no_more():
                 self._owner.late_prefills.put(self)
             else:
                 self.end_prefill()
-        elif not is_answered and self._plan.decode is None and prefill.is_good:
+        elif error is not None and self._plan.decode is None and prefill.is_good:
             if exchange is None or (exchange.is_complete and exchange.status in RETRIED_STATUSES):
                 self._release(prefill)  # a decode engine that refuses like this may not have told the prefill
-            elif not exchange.is_sent:
-                self._owner.hand_overs.strand()
+            elif not exchange.is_sent or isinstance(error, UpstreamClosed):
+                self._owner.hand_overs.strand()  # it may have died before it fetched the KV
 
     def end_prefill(self) -> None:
         """End the prefill leg, at the engine too."""
@@ -484,7 +484,7 @@ class Flight:
             if client.is_full:
                 client.abort()
             elif self._inbound.is_stream:
-                client.write(self._observer.event_end() + error_event(error, self._inbound.path))
+                client.write(self._observer.event_end() + error_event(error, self._inbound.path, self._observer.tail()))
             client.cut()
             return None
         if not isinstance(error, EngineReply):

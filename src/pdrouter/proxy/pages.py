@@ -47,6 +47,7 @@ class ResponsesError(Struct, frozen=True):
     code: str
     message: str
     param: str | None
+    sequence_number: int
 
 
 class Refusal(Struct, frozen=True):

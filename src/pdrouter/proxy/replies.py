@@ -6,6 +6,7 @@ from functools import lru_cache
 import msgspec
 
 from pdrouter.core.decision import Decision
+from pdrouter.engines.usage import last_number
 from pdrouter.errors import MethodNotAllowed, QueueFull, RateLimited, RouterError
 from pdrouter.proxy.bodies import Api
 from pdrouter.proxy.head import end_to_end
@@ -30,6 +31,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 """Source: Anthropic's API reference, errors; all others are ``invalid_request_error`` below 500, else ``api_error``."""
 
+_SEQUENCE_NUMBER = b'"sequence_number"'
 _NAMED_EVENTS = frozenset((Api.MESSAGES, Api.RESPONSES))
 
 _SERVER_ERROR = 500
@@ -58,13 +60,16 @@ def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def error_event(error: RouterError, path: str) -> bytes:
+def error_event(error: RouterError, path: str, tail: bytes) -> bytes:
     """Return the event that tells of a failure in a stream that has begun, in the form of its API.
+
+    ``tail`` is the end of the stream so far; events of ``/v1/responses`` are numbered.
 
     Source: Anthropic's and OpenAI's API references, streaming.
     """
     if path == Api.RESPONSES:
-        body = msgspec.json.encode(ResponsesError("error", error.code, error.message, error.param))
+        number = (last_number(_SEQUENCE_NUMBER, tail) or 0) + 1
+        body = msgspec.json.encode(ResponsesError("error", error.code, error.message, error.param, number))
     else:
         body = error_body(error, path)
     name = b"event: error\n" if path in _NAMED_EVENTS else b""

@@ -25,12 +25,17 @@ class Retries:
         """Count a request at its first attempt; what it earns is reckoned when a retry is wanted."""
         self._began += 1
 
-    def later(self, failures: int, call: Callable[[], None]) -> asyncio.TimerHandle | None:
-        """Call after the back-off that follows so many failures; ``None`` if there is no budget for another attempt."""
+    def later(self, failures: int, due_s: float, call: Callable[[], None]) -> asyncio.TimerHandle | None:
+        """Call after the back-off that follows so many failures.
+
+        ``None`` if that would be after ``due_s``, or if there is no budget for another attempt.
+        """
         now_s = self._clock()
+        delay_s = backoff_s(self._options, failures, self._chance())
+        if now_s + delay_s >= due_s:  # I8
+            return None
         self._budget.earn(now_s, self._began)
         self._began = 0
         if not self._budget.spend(now_s):
             return None
-        delay_s = backoff_s(self._options, failures, self._chance())
         return asyncio.get_running_loop().call_later(delay_s, call)

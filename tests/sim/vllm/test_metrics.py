@@ -1,5 +1,6 @@
 """What a load monitor reads: one series for each rank, by its global number, exact or late."""
 
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ async def read(client: Any, emulator: Emulator) -> dict[tuple[str, str], float]:
     """Values by name and rank."""
     text = (await client.send(emulator.url, "/metrics")).body.decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {(s.name + s.labels.get("source", ""), s.labels["engine"]): s.value for s in samples}
+    return {(s.name + s.labels.get("source", ""), s.labels["engine"]): s.value for s in samples if "engine" in s.labels}
 
 
 async def test_one_series_for_each_rank(client: Any, until: Any) -> None:
@@ -34,6 +35,7 @@ async def test_one_series_for_each_rank(client: Any, until: Any) -> None:
         text = (await client.send(emulator.url, "/metrics")).body.decode()
         assert 'block_size="64",enable_prefix_caching="True",engine="5",kv_cache_size_tokens="128000"' in text
         assert 'num_gpu_blocks="2000"' in text
+        assert re.search(r"^process_start_time_seconds 1\.\d+e\+09$", text, re.MULTILINE)
         for call in calls:
             await call.abandon()
         await until(lambda: emulator.snapshot().is_idle)

@@ -3,6 +3,7 @@
 Gauges are as old as reports are; counters are of now. Names and labels: vLLM 0.32.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +17,7 @@ from pdrouter.sim.load_samples import LoadSamples
 from pdrouter.sim.text import BLOCK_TOKENS
 from pdrouter.sim.vllm.connector import Connector
 
+_STARTED = "process_start_time_seconds"
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
@@ -39,6 +41,7 @@ class VllmMetrics(Collector):
         self._samples = samples
         self._connector = connector
         self._rules: list[FaultRule] = []
+        self._started_unix_s = time.time()
 
     def text(self, rules: list[FaultRule]) -> bytes:
         """Text of ``/metrics``."""
@@ -51,7 +54,8 @@ class VllmMetrics(Collector):
         """Series of all ranks."""
         told = self._samples.told(self._rules).loads
         gauges = [self._gauge(name, text, {load.rank: value(load) for load in told}) for name, text, value in _GAUGES]
-        return [*gauges, self._by_source(), *self._counters(self._engine.loads()), self._cache_config()]
+        started = GaugeMetricFamily(_STARTED, "Start time of the process", self._started_unix_s)
+        return [*gauges, started, self._by_source(), *self._counters(self._engine.loads()), self._cache_config()]
 
     def _label(self, rank: int) -> list[str]:
         settings = self._engine.settings

@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ async def closed(url: str) -> None:
 
 QUICK = (
     *("--port", "0", "--worker-startup-check-interval", "0.05"),
-    *("--drain-notice-secs", "0", "--log-level", "warning"),
+    *("--drain-notice-secs", "0", "--log-level", "warning", "--client-max-connections", "200"),
 )
 
 
@@ -304,6 +305,30 @@ async def test_a_config_file_that_changes(tmp_path: Path) -> None:
             router.signal(signal.SIGTERM)
             status, _, errors = await router.ended()
             assert (status, "no_such" in errors) == (0, True)
+
+
+@contextlib.contextmanager
+def file_limit(soft: int) -> Iterator[None]:
+    """Give this process, and those that it starts, few open files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_open_files() -> None:
+    """As many as the system grants are taken; where that may be too few it is said."""
+    with file_limit(200):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        clients = str(min(most, 1_000_000))
+        async with serve(*QUICK, "--client-max-connections", clients) as router:
+            await router.listening()
+            assert resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE) == (most, most)
+            router.signal(signal.SIGTERM)
+            status, _, errors = await router.ended()
+            assert (status, "few open files; raise the limit" in errors) == (0, True)
 
 
 async def test_start_without_engines() -> None:

@@ -191,7 +191,7 @@ class NoReadyPair(RouterError):
 
 
 class PoolExhausted(RouterError):
-    """An endpoint's connection limit is reached."""
+    """An endpoint's connection limit is reached, or the router's own of open files."""
 
     status = 503
     code = "connection_limit"

@@ -6,6 +6,7 @@ The only file that knows all parts. ``running()`` is the whole router inside the
 import asyncio
 import gc
 import random
+import resource
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
+import structlog
 import uvloop
 
 from pdrouter.config import Settings, tokenizer_file
@@ -54,6 +56,9 @@ from pdrouter.upstream.pools import Pools
 
 _GC_ALLOCATIONS = 100_000
 """Containers between two looks for cycles; requests leave none behind. Chosen; see benchmarks/proxy.py."""
+
+_FILES_PER_CLIENT = 3
+"""A client's connection and those of two legs."""
 
 _PROBE_REPLY_BYTES = 4 * 1024 * 1024
 
@@ -227,10 +232,21 @@ async def _serve(settings: Settings, source: Source | None, early: list[int]) ->
             return
         if source is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.service.reload)
+        _raise_file_limit(settings.client_max_connections)
         gc.freeze()  # what lives as long as the process needn't be looked at again
         gc.set_threshold(_GC_ALLOCATIONS)
         print(f"pdrouter listens on {router.url}", flush=True)  # noqa: T201
         await router.serving
+
+
+def _raise_file_limit(clients: int) -> None:
+    """Take all the open files that the system grants; warn if that is fewer than the clients' connections may need."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = clients * _FILES_PER_CLIENT
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log = structlog.stdlib.get_logger("pdrouter.server")
+        log.warning("few open files; raise the limit (ulimit -Hn)", limit=hard, wanted=wanted)
 
 
 def make_engines(settings: Settings) -> Mapping[str, Engine]:

@@ -39,6 +39,12 @@ def engine(info: Mapping[str, object] | None = None) -> ScriptedEngine:
     return ScriptedEngine(None, {CHAT: always(200, {})}, info)
 
 
+async def polled(worker: ScriptedEngine, path: str) -> None:
+    """Wait until what it tells now was read."""
+    polls = len(worker.asked_for(path))
+    await until(lambda: len(worker.asked_for(path)) > polls + 2)
+
+
 async def test_a_refused_connection_tells_of_a_restart() -> None:
     """A new process on the old port is found out by one refused load poll, though it was never out."""
     flags: dict[str, Any] = {"health_check_interval_secs": 60, "worker_load_check_interval": 0.05}
@@ -66,8 +72,7 @@ async def test_counters_that_fall_tell_of_a_restart() -> None:
         async with route_to((), (), [worker], **flags) as lab:
             assert (await lab.post(CHAT, chat(TEXT))).status == 200
             worker.scripts["/v1/loads"] = always(200, loads(6000))
-            polls = len(worker.asked_for("/v1/loads"))
-            await until(lambda: len(worker.asked_for("/v1/loads")) > polls + 3)
+            await polled(worker, "/v1/loads")
             assert restarts(lab) == 0
             worker.info["version"] = "0.5.99"
             worker.scripts["/v1/loads"] = always(200, loads(10))
@@ -92,14 +97,12 @@ async def test_a_process_that_began_later_is_another() -> None:
             assert (await lab.post(CHAT, chat(TEXT))).status == 200
             for told in (page(1e9, 1), page(None), page(1e9)):
                 worker.scripts["/metrics"] = always(200, told)
-                polls = len(worker.asked_for("/metrics"))
-                await until(lambda polls=polls: len(worker.asked_for("/metrics")) > polls + 2)
+                await polled(worker, "/metrics")
             assert (restarts(lab), lab.core.prefixes.entries > 0) == (0, True)
             worker.scripts["/metrics"] = always(200, page(1e9 + 60))
             await until(lambda: restarts(lab) == 1)
             assert lab.core.prefixes.entries == 0
-            polls = len(worker.asked_for("/metrics"))
-            await until(lambda: len(worker.asked_for("/metrics")) > polls + 2)
+            await polled(worker, "/metrics")
             assert restarts(lab) == 1
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -293,6 +294,27 @@ async def test_unknown_host(host: str, open_pool: OpenPool) -> None:
     with pytest.raises(ConnectFailed):
         await pool.send(REQUEST)
     assert repr(pool).endswith(EMPTY)
+
+
+async def test_no_file_is_left(serve: Serve, open_pool: OpenPool) -> None:
+    """Where the router has no file for a connection that is its own fault, and counted; with one it goes on."""
+    pool = open_pool(await serve(answer))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    taken: list[socket.socket] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(socket.socket())
+        with pytest.raises(PoolExhausted, match="the router itself can't open a connection") as caught:
+            await pool.send(REQUEST)
+    finally:
+        for sock in taken:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not caught.value.counts_against_health
+    assert repr(pool).endswith(EMPTY)
+    assert await ask(pool) == b"hello"
 
 
 async def test_connect_timeout(deaf_origin: Origin, open_pool: OpenPool) -> None:

@@ -18,7 +18,7 @@ from pdrouter.core.events import EndpointDescribed, EndpointRestarted, Readiness
 from pdrouter.core.fleet import HEALTH, Endpoint
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Described, Engine
-from pdrouter.errors import ConnectFailed, RouterError
+from pdrouter.errors import ConnectFailed, PoolExhausted, RouterError
 
 NOT_REACHED = "not reached yet"
 
@@ -153,6 +153,8 @@ class HealthWatch:
     async def _probe(self) -> str | None:
         try:
             status, _ = await self._prober.get(self._endpoint, self.options.path, self.options.timeout_s)
+        except PoolExhausted:
+            return None  # the router's own want, which tells nothing of the endpoint
         except RouterError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 self._refused()

@@ -5,12 +5,16 @@ one for connecting. Next: ``connection.py``.
 """
 
 import asyncio
+import errno
 from collections import deque
 
 import msgspec
 
 from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, RouterError, UpstreamClosed
 from pdrouter.upstream.connection import Connection, Exchange, Request
+
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Of files, memory or ports the router, or its machine, has none left: no engine is to blame (I9)."""
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -205,6 +209,9 @@ class Pool:
         except TimeoutError as error:
             raise ConnectTimeout(f"{origin} took no connection within {self.limits.connect_timeout_s:g} s") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that can't be encoded
+            if isinstance(error, OSError) and error.errno in _OURS:
+                self._exhausted += 1
+                raise PoolExhausted(f"the router itself can't open a connection to {origin}: {error}") from error
             raise ConnectFailed(f"{origin} took no connection: {error}") from error
 
     def _on_timer(self) -> None:

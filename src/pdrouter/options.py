@@ -55,6 +55,31 @@ LIVE: Final = frozenset(
         "upstream_max_reply_bytes",
         "retry_max_retries",
         "disable_retries",
+        "retry_initial_backoff_ms",
+        "retry_max_backoff_ms",
+        "retry_backoff_multiplier",
+        "retry_jitter_factor",
+        "retry_budget_share",
+        "retry_budget_per_sec",
+        "max_concurrent_requests",
+        "admission_max_queue_secs",
+        "admission_max_kv_share",
+        "admission_aging_rate",
+        "queue_size",
+        "queue_max_bytes",
+        "queue_timeout_secs",
+        "max_payload_size",
+        "client_max_connections",
+        "client_max_connections_per_address",
+        "client_max_head_bytes",
+        "client_max_headers",
+        "client_max_target_bytes",
+        "client_head_timeout_secs",
+        "client_body_timeout_secs",
+        "client_body_bytes_per_s",
+        "client_idle_timeout_secs",
+        "client_write_timeout_secs",
+        "client_write_buffer_bytes",
         "worker_load_check_interval",
         "load_check_timeout_secs",
         "worker_startup_check_interval",
@@ -193,9 +218,12 @@ def intake_options(settings: Settings) -> IntakeOptions:
 
 def entrance_options(settings: Settings) -> EntranceOptions | None:
     """Return the settings of the queue; there is none where nothing ever lets a request wait."""
+    return queue_options(settings) if settings.admission or settings.max_concurrent_requests >= 0 else None
+
+
+def queue_options(settings: Settings) -> EntranceOptions:
+    """Return the settings of a queue that is there."""
     most = settings.max_concurrent_requests
-    if not settings.admission and most < 0:
-        return None
     return EntranceOptions(
         AdmissionOptions(
             max_waiting=settings.queue_size,

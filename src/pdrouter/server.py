@@ -38,6 +38,7 @@ from pdrouter.options import (
     intake_options,
     load_options,
     pool_limits,
+    queue_options,
     router_options,
 )
 from pdrouter.proxy.abort import Aborter
@@ -161,12 +162,19 @@ class Service:
         """
         found = self.changes.found_in(settings)
         changed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(self.settings, n)]
-        live = {name: getattr(settings, name) for name in changed if name in LIVE}
+        later = [name for name in changed if name not in LIVE]
+        entrance = self.router.entrance
+        if entrance is None and "max_concurrent_requests" in changed:
+            later.append("max_concurrent_requests")  # no queue was built
+        live = {name: getattr(settings, name) for name in changed if name not in later}
         settings = self.settings = msgspec.structs.replace(self.settings, **live)
-        self.dispatcher.options = dispatch_options(settings)
+        self.dispatcher.set_options(dispatch_options(settings))
+        self.clients.set_limits(client_limits(settings))
+        if entrance is not None:
+            entrance.set_options(queue_options(settings))
         self.members.set_options(health_options(settings), load_options(settings))
         self.changes.follow(settings, found)
-        return [name for name in changed if name not in LIVE]
+        return later
 
     async def _let_go(self, address: str) -> None:
         await self.pools.forget(address)

@@ -145,6 +145,46 @@ async def test_a_file_that_is_gone_or_written_again(file: File) -> None:
         await until(lambda: reloads(lab.router) == (1, 1))
 
 
+async def test_limits_of_a_running_router(file: File) -> None:
+    """Limits of clients, retries and the queue change under load; a stream that is under way goes on."""
+    async with start_emulator(EmulatorSettings(speed=4.0)) as worker:
+        file.write(worker=[worker.url], max_concurrent_requests=1)
+        async with router_of(file) as lab:
+            await lab.ready()
+            service, entrance = lab.router.service, lab.core.entrance
+            assert entrance is not None
+            async with await lab.start(CHAT, chat("first", 300, stream=True)) as first:
+                await first.head()
+                async with await lab.start(CHAT, chat("second", 4, stream=True)) as second:
+                    await until(lambda: len(entrance.admission) == 1)
+                    file.write(
+                        worker=[worker.url],
+                        max_concurrent_requests=2,
+                        queue_size=0,
+                        client_idle_timeout_secs=7,
+                        retry_max_backoff_ms=77,
+                    )
+                    await until(lambda: reloads(lab.router) == (1, 0))
+                    assert (await second.finish()).is_whole
+                    async with await lab.start(CHAT, chat("third", 300, stream=True)) as third:
+                        await third.head()
+                        assert (await lab.post(CHAT, chat("fourth"))).error["code"] == "queue_full"
+                assert (await first.finish()).is_whole
+            assert service.clients.limits.idle_timeout_s == 7
+            assert service.dispatcher.retries._options.max_backoff_s == 0.077
+
+
+async def test_a_queue_that_was_not_built(file: File) -> None:
+    """Without one the number of requests can't be limited but by a new start, and that is said."""
+    file.write(admission=False)
+    async with router_of(file) as lab:
+        with capture_logs() as told:
+            file.write(admission=False, max_concurrent_requests=3)
+            await until(lambda: reloads(lab.router) == (1, 0))
+        assert [line["settings"] for line in told if line["log_level"] == "warning"] == [["max_concurrent_requests"]]
+        assert lab.router.service.settings.max_concurrent_requests == -1
+
+
 async def test_what_has_to_wait_is_named(file: File) -> None:
     """Settings that can't change in a running router are named, the others count."""
     file.write()

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pdrouter.core import events
-from pdrouter.core.admission import Queued
+from pdrouter.core.admission import Queued, Rejected
 from pdrouter.core.cost import NEUTRAL, Profile, prefill_s
 from pdrouter.core.decision import Decision
 from pdrouter.core.entrance import Entrance, EntranceOptions, MustWait
@@ -83,6 +83,22 @@ def test_one_that_had_its_turn_waits_no_more() -> None:
     decide(router, facts(), 0.0)
     held(router, facts())
     assert isinstance(router.decide(facts(), 0.0, is_admitted=True), Decision)
+
+
+def test_other_settings() -> None:
+    """They count for the next to come, at the gate and in the line; whoever waits already keeps its place."""
+    router = guarded(max_running=1)
+    entrance = entrance_of(router)
+    decide(router, facts(), 0.0)
+    held(router, facts())
+    line_up(router)
+    gate = GateOptions(max_running=2, max_queue_s=None, max_kv_share=None)
+    entrance.set_options(EntranceOptions(msgspec.structs.replace(LINE, max_waiting=0), gate))
+    assert len(entrance.admission) == 1
+    assert isinstance(entrance.admission.offer(cast("Waiting[object]", waiting()), 0.0), Rejected)
+    assert entrance.admission.release(0.0) is not None
+    decide(router, facts(), 0.0)
+    held(router, facts())
 
 
 @pytest.mark.invariant("I9")

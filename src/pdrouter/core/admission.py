@@ -99,6 +99,10 @@ class Admission(Generic[T]):
         self._released_at_s = 0.0
         self._between_s: float | None = None
 
+    def set_options(self, options: AdmissionOptions) -> None:
+        """Use other bounds for those that come; whoever waits keeps its place, time and aging."""
+        self._options = options
+
     def __len__(self) -> int:
         return len(self._expiries)
 

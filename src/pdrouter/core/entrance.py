@@ -45,6 +45,12 @@ class Entrance:
         self._is_kept = is_kept
         self._running = running
 
+    def set_options(self, options: EntranceOptions) -> None:
+        """Use other settings; who waits already keeps its place."""
+        self._options = options.gate
+        self._gate.set_options(options.gate)
+        self.admission.set_options(options.admission)
+
     def hold(self, model: str | None, choice: Choice, prompt_tokens: int, now_s: float) -> MustWait | None:
         """Return that a new request for which this was chosen has to wait, ``None`` if it hasn't."""
         most = self._options.max_running

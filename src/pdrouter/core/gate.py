@@ -40,9 +40,13 @@ class Gate:
     """
 
     def __init__(self, options: GateOptions, work: WorkIndex, running: Sized) -> None:
-        self._options = options
         self._work = work
         self._running = running
+        self.set_options(options)
+
+    def set_options(self, options: GateOptions) -> None:
+        """Use other watermarks."""
+        self._options = options
         self._has_watermarks = options.max_queue_s is not None or options.max_kv_share is not None
 
     def opens_at_s(self, model: str | None) -> float:

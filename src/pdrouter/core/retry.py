@@ -36,6 +36,10 @@ class RetryBudget:
     def __init__(self, options: RetryOptions) -> None:
         self.spent = 0
         self.refused = 0
+        self.set_options(options)
+
+    def set_options(self, options: RetryOptions) -> None:
+        """Use other settings, from a full allowance on."""
         self._share = options.budget_share
         self._allowance = Allowance(options.budget_most, options.budget_per_s)
 

@@ -70,6 +70,11 @@ class Dispatcher:
         self.retries = Retries(options.retry, ids.fraction, clock)
         self.hand_overs = HandOvers(clock)
 
+    def set_options(self, options: DispatchOptions) -> None:
+        """Use other settings, also for what is under way."""
+        self.options = options
+        self.retries.set_options(options.retry)
+
     def start(self, facts: RequestFacts, inbound: Inbound, client: Client, on_end: OnEnd) -> None:
         """Begin to serve one request; ``on_end`` is called when it is over.
 

@@ -62,14 +62,18 @@ class Clients:
     """
 
     def __init__(self, limits: ClientLimits) -> None:
-        self.limits = limits
+        self.set_limits(limits)
         self.counts: Counter[str] = Counter()
         self.is_draining = False
         self._all: set[Watched] = set()
         self._by_address: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set_limits(self, limits: ClientLimits) -> None:
+        """Use other limits; connections that are there keep theirs, but count."""
+        self.limits = limits
         times_s = (limits.head_timeout_s, limits.body_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
         self._look_s = min(_MAX_LOOK_S, min(times_s) / _LOOKS)
-        self._timer: asyncio.TimerHandle | None = None
 
     def counters(self) -> Counter[str]:
         """Return the events counted since the start."""

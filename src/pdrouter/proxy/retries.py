@@ -17,6 +17,12 @@ class Retries:
         self._chance = chance
         self._clock = clock
 
+    def set_options(self, options: RetryOptions) -> None:
+        """Use other settings for what fails from now on."""
+        if options != self._options:
+            self._options = options
+            self._budget.set_options(options)
+
     def counters(self) -> dict[str, int]:
         """Return how many were made, and how many there was no budget for."""
         return {"made": self._budget.spent, "refused": self._budget.refused}

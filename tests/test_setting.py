@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from msgspec import UNSET, Struct, UnsetType
 
-from pdrouter.setting import check_url, setting, settings_of
+from pdrouter.setting import check_forwarded, check_url, setting, settings_of
 
 
 class Sample(Struct, kw_only=True):
@@ -162,3 +162,11 @@ def test_password_is_not_shown() -> None:
     with pytest.raises(ValueError, match="user info") as error:
         check_url("http://bob:secret@h:1")
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["Transfer-Encoding", "cookie", "x-request-id", "X-Data-Parallel-Rank", "a b", ""])
+def test_headers_that_are_not_sent_on(name: str) -> None:
+    """What ends at the router or is its own to write is refused, and what is no name."""
+    with pytest.raises(ValueError, match=r"its own to write|is not a header name"):
+        check_forwarded(name)
+    assert check_forwarded("X-Lane") == "x-lane"

@@ -14,6 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.setting import (
     Setting,
+    check_forwarded,
     check_header,
     check_host,
     check_kv_address,
@@ -160,6 +161,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_id_headers: Annotated[tuple[str, ...], setting("Server",
         "The first of these headers that a request carries is its id.",
         check=check_header)] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
+    forward_headers: Annotated[tuple[str, ...], setting("Server",
+        "Headers of requests that engines get, beside those that they always get (docs/engines.md).",
+        check=check_forwarded)] = ()
     decision_headers: Annotated[bool, setting("Server",
         "Replies carry x-pdrouter-prefill and x-pdrouter-decode: address and rank chosen.")] = True
     drain_notice_secs: Annotated[float, setting("Server",

@@ -203,6 +203,7 @@ def intake_options(settings: Settings) -> IntakeOptions:
     """Return the settings of the intake."""
     return IntakeOptions(
         request_id_headers=tuple(name.lower().encode() for name in settings.request_id_headers),
+        forwarded=frozenset(name.encode() for name in settings.forward_headers),
         prefix_block_bytes=settings.prefix_block_bytes,
         image_tokens=settings.image_tokens,
         owns_ranks=settings.rank_fields != "none",

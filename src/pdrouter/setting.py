@@ -286,6 +286,36 @@ def check_header(text: str) -> str:
     return text.lower()
 
 
+_NOT_FORWARDED = frozenset(
+    [
+        "connection",
+        "content-length",
+        "content-type",
+        "cookie",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-data-parallel-rank",
+        "x-request-id",
+    ]
+)
+"""What ends at the router, or is its own to write."""
+
+
+def check_forwarded(text: str) -> str:
+    """Return the name of a header that may go on to engines, in lower case."""
+    name = check_header(text)
+    if name in _NOT_FORWARDED:
+        raise ValueError(f"{name} ends at the router, or is its own to write")
+    return name
+
+
 def did_you_mean(name: str, known: Mapping[str, object], label: Callable[[str], str]) -> str:
     """Return ``; did you mean X?`` for the known name nearest to a mistyped one, or nothing."""
     close = difflib.get_close_matches(name, known, n=1)

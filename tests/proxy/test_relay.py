@@ -109,6 +109,22 @@ async def test_the_body_reaches_the_engine_spliced() -> None:
             assert not [w for w in (b"cookie", b"prefiller", b"trailers") if w in asked.head]
 
 
+async def test_headers_that_are_allowed() -> None:
+    """What the settings name goes on to both legs, unless the client's own Connection header keeps it back."""
+    async with (
+        ScriptedEngine("prefill", {CHAT: always(200, {})}).listen() as prefill,
+        ScriptedEngine("decode", {CHAT: always(200, {})}).listen() as decode,
+        route_to([prefill], [decode], forward_headers=["X-Lane", "x-override-rid"]) as lab,
+    ):
+        sent = {"x-lane": "7", "x-lane-too": "8", "x-override-rid": "r", "connection": "keep-alive, x-override-rid"}
+        assert (await lab.post(CHAT, chat("x"), sent)).status == 200
+        for engine in (prefill, decode):
+            (asked,) = engine.asked_for(CHAT)
+            assert b"\r\nx-lane: 7\r\n" in asked.head
+            assert b"x-lane-too" not in asked.head
+            assert b"x-override-rid" not in asked.head
+
+
 async def test_a_reply_that_ends_with_its_connection() -> None:
     """A reply without length or chunks is whole when the engine closes; the client gets a proper end."""
 

@@ -68,6 +68,7 @@ class IntakeOptions(Struct, frozen=True):
     """Settings of the intake; ``config.py`` says what they mean."""
 
     request_id_headers: Sequence[bytes]
+    forwarded: frozenset[bytes]
     prefix_block_bytes: int
     image_tokens: int
     owns_ranks: bool
@@ -85,7 +86,7 @@ class Intake:
         self._options = options
         self._keys = _KEY_HEADERS | {options.priority_header, options.tenant_header}
         # Where ranks aren't ours to write, the client's own go through.
-        self._forwarded = _FORWARDED if options.owns_ranks else _FORWARDED | {_RANK_HEADER}
+        self._forwarded = _FORWARDED | options.forwarded | (set() if options.owns_ranks else {_RANK_HEADER})
 
     def read(
         self, api: Api, headers: Iterable[tuple[bytes, bytes]], body: bytes, request_id: str

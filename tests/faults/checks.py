@@ -6,6 +6,7 @@ import gc
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from pdrouter.proxy.answer import Answer
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.connection import Connection as ClientConnection
 from pdrouter.proxy.flight import Flight
@@ -19,7 +20,7 @@ NEIGHBOURS = 8
 VLLM: Mapping[str, Any] = {"engine": "vllm", "kv_connector": "nixl", "kv_hold_timeout_s": 120.0}
 """Emulators that run their legs in turn; KV that a failed decode didn't fetch is let go within seconds."""
 
-OF_A_REQUEST = (Flight, PrefillLeg, Observer, Exchange, Client, ClientConnection, Connection)
+OF_A_REQUEST = (Flight, PrefillLeg, Answer, Observer, Exchange, Client, ClientConnection, Connection)
 """What a request is made of; it goes when the request does."""
 
 _NOT_OF_REQUESTS = ("Supervisor", "Saboteur", "_pump")

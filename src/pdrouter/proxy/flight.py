@@ -19,26 +19,23 @@ from pdrouter.core.ledger import UNASSIGNED, RankKey
 from pdrouter.core.line import Place, Waiting
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Engine, HandOver, Inbound, Leg, Plan, forward
-from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
-from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count, with_cached_tokens
+from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count
 from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError, UpstreamClosed, UpstreamProtocol
+from pdrouter.proxy.answer import Answer
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Late, end_of_stage
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.legs import (
     RETRIED_STATUSES,
-    STATUS_OK_BELOW,
     UNREACHABLE,
     EngineReply,
-    Held,
     PrefillLeg,
     is_engines_fault,
     is_retried,
 )
 from pdrouter.proxy.relay import Observer
-from pdrouter.proxy.replies import JSON_HEADERS, STREAM_HEADERS, error_event, own_lines, passed_on, unsized
+from pdrouter.proxy.replies import error_event, own_lines
 from pdrouter.proxy.waitroom import Waiter
-from pdrouter.upstream.connection import Exchange
 
 if TYPE_CHECKING:
     from pdrouter.proxy.dispatch import Dispatcher
@@ -51,20 +48,17 @@ class Flight:
     """One request: its attempts, and of the last one the legs, the failure, the end."""
 
     __slots__ = (
+        "_answer",
         "_attempts",
         "_avoid",
-        "_cached_tokens",
         "_client",
         "_decision",
         "_due_s",
         "_engine",
-        "_exchange",
         "_facts",
-        "_held",
         "_inbound",
         "_is_over",
         "_is_unread",
-        "_merger",
         "_observer",
         "_on_end",
         "_owner",
@@ -73,15 +67,11 @@ class Flight:
         "_timer",
         "_turn",
     )
-    _decision: Decision  # all four are there before any leg is
+    _decision: Decision  # all five are there before any leg is, three of them from the first attempt on
     _observer: Observer
     _engine: Engine
     _plan: Plan
-    _exchange: Exchange | None
-    _prefill: PrefillLeg | None
-    _held: Held | None
-    _merger: StreamMerger | None
-    _cached_tokens: int | None
+    _answer: Answer
 
     def __init__(
         self, owner: "Dispatcher", facts: RequestFacts, inbound: Inbound, client: Client, on_end: OnEnd
@@ -97,7 +87,7 @@ class Flight:
         self._is_unread = False
         self._timer: TimerHandle | None = None
         self._turn: Place[Waiter] | None = None
-        self._forget_legs()
+        self._prefill: PrefillLeg | None = None
 
     def start(self) -> None:
         """Place it and send the legs, over kept connections at once; or let it wait for its turn.
@@ -166,6 +156,11 @@ class Flight:
         self._decision = decision
         is_stream = self._inbound.is_stream
         self._observer = Observer(owner.router, owner.metrics, decision, owner.clock, is_stream=is_stream)
+        options = owner.options
+        lines = own_lines(self._inbound.request_id, decision if options.decision_headers else None)
+        self._answer = Answer(
+            self._client, decision, self._observer, lines, options.max_reply_bytes, is_stream=is_stream
+        )
         return None
 
     def _send_legs(self) -> None:
@@ -193,13 +188,17 @@ class Flight:
             self._send_decode(plan.decode)
 
     def _send_decode(self, leg: Leg) -> None:
-        self._exchange = self._owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body)
-        self._exchange.listen(self._arrived)
+        exchange = self._owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body)
+        self._answer.expect(exchange, self._prefill if self._plan.merges_logprobs else None)
+        exchange.listen(self._arrived)
 
     # What happens to it.
 
     def _arrived(self) -> None:
-        error = attempt(self._relay)
+        answer = self._answer
+        error = attempt(answer.relay)
+        if error is None and answer.is_whole:
+            error = attempt(self._finish)
         if error is not None:
             self._fail(error, self._decision.decode)
 
@@ -217,7 +216,8 @@ class Flight:
 
     def client_drained(self) -> None:
         """Pass on what has come meanwhile."""
-        self._arrived()
+        if self._attempts:
+            self._arrived()
 
     def client_gone(self) -> None:
         """Nobody waits any more."""
@@ -252,7 +252,9 @@ class Flight:
         self._note_count(hand_over.count)
         leg = hand_over.decode
         if leg is None:
-            self._answer(hand_over.answer)
+            self._answer.give(hand_over.answer)
+            self._observer.finished()
+            self._end(None)
             return
         if not hand_over.has_kv:
             self._read_again("the prefill's answer doesn't say where its KV is")
@@ -262,43 +264,7 @@ class Flight:
         """The prompt is read; what the prefill had of it is what the client is told, too."""
         self._observer.prefill_done(count)
         if count is not None and not self._client.is_started:
-            self._cached_tokens = count.cached_tokens
-
-    def _answer(self, body: bytes) -> None:
-        """The prefill's answer is the whole answer."""
-        self._observer.first_piece()
-        self._observer.piece(body)
-        headers = STREAM_HEADERS if self._inbound.is_stream else JSON_HEADERS
-        self._client.reply(200, headers, body, self._own_lines())
-        self._observer.finished()
-        self._end(None)
-
-    # The answer.
-
-    def _relay(self) -> None:
-        """Pass on what has arrived, unless the client is behind: then the engine is held back as well (I9)."""
-        exchange, client, merges = self._exchange, self._client, self._plan.merges_logprobs
-        if exchange is None or client.is_full or (merges and self._waits_for_prefill(exchange)):
-            return
-        piece = exchange.read_nowait()
-        if piece is None:
-            return
-        if not client.is_started:
-            if exchange.status >= STATUS_OK_BELOW or (self._is_edited and not self._inbound.is_stream):
-                self._hold(exchange, piece)
-                return
-            self._begin(exchange)
-        self._observer.piece(piece)
-        is_last = exchange.is_complete
-        if self._cached_tokens is not None:
-            piece = with_cached_tokens(piece, self._cached_tokens)
-        if self._merger is not None:
-            piece = self._merger.feed(piece) + (self._merger.finish() if is_last else b"")
-        if not is_last:
-            client.write(piece)
-            return
-        client.end(piece)
-        self._finish()
+            self._answer.cached_tokens = count.cached_tokens
 
     def _finish(self) -> None:
         """The answer is whole."""
@@ -315,46 +281,6 @@ class Flight:
             self._owner.hand_overs.recompute(prefill, decode, reason)
             self._observer.note(f"the prompt is read again: {reason}")
 
-    def _waits_for_prefill(self, exchange: Exchange) -> bool:
-        """Whether a good answer can't go on without the prompt's logprobs."""
-        is_good = 0 < exchange.status < STATUS_OK_BELOW
-        return is_good and self._prefill is not None and not self._prefill.is_done
-
-    @property
-    def _is_edited(self) -> bool:
-        """Whether the answer gets something of the prefill's."""
-        return self._plan.merges_logprobs or self._cached_tokens is not None
-
-    def _begin(self, exchange: Exchange) -> None:
-        self._observer.first_piece()
-        headers = passed_on(exchange.raw_headers)
-        if self._is_edited or self._inbound.is_stream:  # an error event isn't counted in a length
-            headers = unsized(headers)
-        if self._plan.merges_logprobs and self._prefill is not None:
-            prompt = prompt_logprobs(self._prefill.reply(), is_stream=True)
-            self._merger = StreamMerger(prompt, self._owner.options.max_reply_bytes)
-        self._client.start(exchange.status, headers, self._own_lines())
-
-    def _hold(self, exchange: Exchange, piece: bytes) -> None:
-        """Keep what can only be passed on whole: an error, or an answer that something is put into."""
-        place = self._decision.decode
-        if self._held is None:
-            self._held = Held(place, self._owner.options.max_reply_bytes)
-        self._held.add(piece)
-        if not exchange.is_complete:
-            return
-        body = self._held.whole()
-        if exchange.status >= STATUS_OK_BELOW:
-            raise EngineReply(place, exchange.status, exchange.headers, body)
-        self._observer.first_piece()
-        self._observer.piece(body)
-        if self._cached_tokens is not None:
-            body = with_cached_tokens(body, self._cached_tokens)
-        if self._plan.merges_logprobs and self._prefill is not None:
-            body = merge_reply(body, prompt_logprobs(self._prefill.reply(), is_stream=False))
-        self._client.reply(exchange.status, unsized(passed_on(exchange.raw_headers)), body, self._own_lines())
-        self._finish()
-
     # The end of an attempt, and of all.
 
     def _fail(self, error: RouterError, place: Placement | None) -> None:
@@ -368,7 +294,7 @@ class Flight:
         self._avoid |= {RankKey(place.endpoint.address, rank)}
         self._is_unread = place is self._decision.prefill
         self._end_attempt(error, place)
-        self._forget_legs()
+        self._prefill = self._answer.exchange = None
         if self._attempts < self._owner.options.max_attempts:  # I8
             self._timer = self._owner.retries.later(self._attempts, self._due_s, partial(self._try_again, error))
         if self._timer is None:
@@ -427,7 +353,7 @@ class Flight:
                 owner.waitroom.room_may_be()
 
     def _end_legs(self, error: RouterError | None) -> None:
-        exchange, prefill = self._exchange, self._prefill
+        exchange, prefill = self._answer.exchange, self._prefill
         if exchange is not None:
             exchange.listen(None)  # nor is a cycle left for the collector
             if not exchange.is_complete:
@@ -468,13 +394,6 @@ class Flight:
         else:
             self._owner.hand_overs.strand()
 
-    def _forget_legs(self) -> None:
-        self._exchange = None
-        self._prefill = None
-        self._held = None
-        self._merger = None
-        self._cached_tokens = None
-
     def _tell(self, error: RouterError) -> RouterError | None:
         """Tell a client that can still hear; return what is to be told by a reply of its own."""
         client = self._client
@@ -489,10 +408,5 @@ class Flight:
             return None
         if not isinstance(error, EngineReply):
             return error
-        client.reply(error.reply_status, unsized(passed_on(error.reply_headers)), error.body, self._own_lines())
+        self._answer.pass_error(error)
         return None
-
-    def _own_lines(self) -> bytes:
-        """Return the header lines that we add."""
-        decision = self._decision if self._owner.options.decision_headers else None
-        return own_lines(self._inbound.request_id, decision)

@@ -1,7 +1,7 @@
-"""[6] Streams an engine's bytes to the client and learns from them: first token, tokens generated, usage.
+"""[6] Learns from an answer's bytes as they pass: first token, tokens generated, usage.
 
-Bytes go through as they come (I10); nothing is held back but the two newest pieces, by reference, for the usage in
-them. It never writes: ``answer.py`` does, and holds the engine of a slow client back.
+It changes and holds nothing but the two newest pieces, by reference, for the usage in them. It never writes: that is
+``answer.py``'s.
 """
 
 from collections.abc import Callable

@@ -1,26 +1,32 @@
-"""Requests to simulate, in order of time: read from recorded traces, begun anew when they end, scaled.
+"""Requests to simulate, in order of time: read from traces or a router's journal, begun anew when they end, scaled.
 
 A trace's own moments are coarse (Mooncake: one in three seconds), so requests of one moment are scattered over the
 time to the next by a seed. Generated traces: ``generators.py``.
 """
 
+import contextlib
 import csv
 import gzip
 import io
 import random
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib import resources
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
 from pdrouter.sim.workload import TRACE_BLOCK_TOKENS, TRACE_TICK_S, Row, load_excerpt
+from pdrouter.telemetry.journal_file import Entry
 
 EXCERPT = "excerpt"
 CONVERSATION = "conversation"
 """The names of the shipped trace's first minutes, and of its whole hour."""
+
+_LOOKED_AT_BYTES = 1 << 20
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -64,7 +70,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(name: str, seed: int) -> Trace:
-    """Return a trace by its file: Mooncake's JSON lines, Azure's CSV, or shipped.
+    """Return a trace by its file: Mooncake's JSON lines, Azure's CSV, a journal, each perhaps as .gz; or shipped.
 
     Raises: ValueError that says what is wrong.
     """
@@ -76,11 +82,15 @@ def read_trace(name: str, seed: int) -> Trace:
     path = Path(name)
     try:
         raw = path.read_bytes()
+        if path.suffix == ".gz":
+            raw, path = gzip.decompress(raw), path.with_suffix("")
+        if is_journal(raw):
+            return from_journal(raw)
         return from_azure(raw.decode(), seed) if path.suffix == ".csv" else from_rows(_rows(raw), seed)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; a trace is a file, {EXCERPT} or {CONVERSATION}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: neither Mooncake's JSON lines nor Azure's CSV: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, EOFError, KeyError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path}: neither Mooncake's JSON lines nor Azure's CSV nor a journal: {error}") from None
 
 
 def _rows(raw: bytes) -> list[Row]:
@@ -115,6 +125,44 @@ def from_azure(text: str, seed: int) -> Trace:
         for at_s, i in zip(moments, order, strict=True)
     ]
     return Trace(requests=requests, span_s=moments[-1] or 1.0, block_tokens=TRACE_BLOCK_TOKENS)
+
+
+def is_journal(raw: bytes) -> bool:
+    """Whether a file is one that a router has written: it has moments that no other trace has."""
+    return b'"at_s":' in raw[:_LOOKED_AT_BYTES]
+
+
+def from_journal(raw: bytes) -> Trace:
+    """Return the requests of a router's journal; its lines come in the order of their ends, of several files perhaps.
+
+    A request that wasn't answered, or whose answer nobody counted, gets the mean answer, or its own limit if that is
+    less. Blocks have one size here: the mean. Raises: ValueError.
+    """
+    entries = sorted(_entries(raw), key=lambda entry: entry.at_s)
+    if not entries:
+        raise ValueError("no requests")
+    counted = [entry.output_tokens for entry in entries if entry.output_tokens]
+    mean_tokens = round(fmean(counted)) if counted else 1
+    blocks = sum(len(entry.blocks) for entry in entries)
+    compared = sum(entry.block_tokens * len(entry.blocks) for entry in entries)
+    block_tokens = max(1, round(compared / blocks)) if blocks else TRACE_BLOCK_TOKENS
+    numbers: dict[int, int] = {}
+    requests = []
+    for entry in entries:
+        full = entry.blocks[: entry.prompt_tokens // block_tokens]
+        ids = tuple([numbers.setdefault(block, len(numbers)) for block in full])
+        output_tokens = entry.output_tokens or min(mean_tokens, entry.max_output_tokens or mean_tokens)
+        at_s = entry.at_s - entries[0].at_s
+        requests.append(Request(at_s, entry.prompt_tokens, max(1, output_tokens), ids, entry.model))
+    return Trace(requests=requests, span_s=requests[-1].at_s or 1.0, block_tokens=block_tokens)
+
+
+def _entries(raw: bytes) -> Iterator[Entry]:
+    """Yield what whole lines say; one that was torn, by a full disk or a killed process, is left out."""
+    decode = msgspec.json.Decoder(Entry).decode
+    for line in raw.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield decode(line)
 
 
 def _scattered(stamps_s: Sequence[float], tick_s: float, seed: int) -> list[float]:

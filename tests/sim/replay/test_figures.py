@@ -77,6 +77,9 @@ def test_lateness_is_told() -> None:
     (first, *_) = notes_of(played(*[sent(n, late_s=n / 1000) for n in range(101)]), 101)
     assert "sent 50.0 ms late (p50), 99.0 ms (p99), 100.0 ms at most" in first
     assert "1.0 ms late (p99)" in first
+    late, prompt = ("\n".join(notes_of(played(*[sent(n, late_s=s) for n in range(9)]), 9)) for s in (0.2, 0.002))
+    assert "couldn't keep up" in late
+    assert "couldn't keep up" not in prompt
 
 
 def test_what_is_not_told_is_not_known() -> None:

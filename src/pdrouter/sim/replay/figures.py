@@ -14,6 +14,7 @@ import msgspec
 
 from pdrouter.sim.replay.player import Played, Sent
 from pdrouter.sim.virtual.figures import Objective, curves_of, figures_of, percentile
+from pdrouter.sim.virtual.recorded import without_hits
 from pdrouter.sim.virtual.run import Answer, Run
 from pdrouter.sim.virtual.sweep import Result
 from pdrouter.sim.virtual.trace import Trace
@@ -22,6 +23,9 @@ _FIELDS = (
     "number", "at_s", "late_s", "ttft_s", "end_to_end_s", "prompt_tokens", "output_tokens", "cached_tokens",
     "prefill", "decode", "problem",
 )  # fmt: skip
+
+_LATE_SHARE = 0.2
+"""How late a client may be beside a first token; chosen."""
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -79,9 +83,7 @@ def result_of(played: Played, trace: Trace, places: Places, measure: Measure) ->
         )
     figures = figures_of(run, None, measure.objective)
     if all(sent.seen.cached_tokens is None for sent in answered):
-        figures = msgspec.structs.replace(figures, hit_rate=None)
-    if not places.are_known:
-        figures = msgspec.structs.replace(figures, prefill_imbalance=None, decode_imbalance=None)
+        figures = without_hits(figures)
     return Result(measure.title, measure.name, measure.seed, run.planned / span_s, 0.0, figures, curves_of(run))
 
 
@@ -93,11 +95,14 @@ def _reader(sent: Sent) -> str:
 def notes_of(played: Played, planned: int) -> list[str]:
     """Return what is to be known beside the figures: how well the client kept time, lengths, and failures by cause."""
     sent = played.sent
+    ttfts_s = sorted(one.seen.first_s - one.due_s for one in sent if not one.seen.problem)
     late_ms = sorted(1000 * (one.sent_s - one.due_s) for one in sent)
     lag_ms = 1000 * percentile(played.lags_s, 0.99)
     shown = [f"{percentile(late_ms, share):.1f}" for share in (0.5, 0.99, 1.0)]
     late = f"sent {shown[0]} ms late (p50), {shown[1]} ms (p99), {shown[2]} ms at most, which counts as their time"
     notes = [f"{len(sent):,} of {planned:,} requests ended; {late}; the client's loop was {lag_ms:.1f} ms late (p99)"]
+    if percentile(late_ms, 0.99) > _LATE_SHARE * 1000 * percentile(ttfts_s, 0.5):
+        notes.append("the client couldn't keep up, and times are too long by that: let it send less, or elsewhere")
     if played.held:
         notes.append(
             f"{played.held:,} requests were held back, because as many as --max-in-flight allows were under way: "

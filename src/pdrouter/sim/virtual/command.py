@@ -17,6 +17,7 @@ from pdrouter.sim.virtual.page import Report, write_report
 from pdrouter.sim.virtual.plan import Plan, Sizes, grid_of, line_of
 from pdrouter.sim.virtual.report import rows_of, table_of
 from pdrouter.sim.virtual.sweep import BOUNDS, Case, Result, load_trace, run_cases
+from pdrouter.sim.virtual.trace import read_entries
 
 FILE_WIDTH = 160
 """Columns of a table that goes to a file."""
@@ -29,6 +30,8 @@ def run(flags: dict[str, object], make_options: MakeOptions) -> int:
         fleet = read_fleet(settings.fleet)
         if "clairvoyant" in settings.policy:
             check_clairvoyant(fleet)
+        if "recorded" in settings.policy:
+            read_entries(settings.trace)
         for load in settings.loads():
             load_trace(load, fleet, 0)  # finds out what is wrong before there are processes
         sizes = Sizes(fleet, settings.gpus) if settings.plan else None

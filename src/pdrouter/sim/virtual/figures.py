@@ -144,11 +144,13 @@ def _percentiles(values: Sequence[float]) -> list[float]:
     return [percentile(values, share / 100) for share in range(101)]
 
 
-def _imbalance(places: int, work: Iterable[tuple[int, int]]) -> float:
+def _imbalance(places: int, work: Iterable[tuple[int, int]]) -> float | None:
+    if not places:
+        return None
     total: dict[int, int] = defaultdict(int)
     for place, tokens in work:
         total[place] += tokens
-    mean = sum(total.values()) / places if places else 0.0
+    mean = sum(total.values()) / places
     return max(total.values()) / mean if mean else 1.0
 
 

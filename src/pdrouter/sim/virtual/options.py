@@ -53,6 +53,10 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             _seconds(_flag(name), getattr(self, name))
         if self.rate and self.utilisation:
             raise ValueError("--rate and --utilisation say the same; leave one out")
+        if "recorded" in self.policy and (self.rate or self.utilisation or self.requests):
+            raise ValueError(
+                "recorded: it went as fast and as long as it did; leave --rate, --utilisation, --requests out"
+            )
         if self.plan and (self.utilisation or len(self.rate) > 1 or len(self.policy) > 1 or self.policy[0] in BOUNDS):
             raise ValueError("--plan is for one policy and one --rate; a utilisation would grow with the fleet")
 
@@ -84,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     a_policy = (
         "A policy, with other settings of the router, report_interval or report_delay if needed: "
-        f"NAME[,SETTING=VALUE,...]; or a bound: {', '.join(BOUNDS)}"
+        "NAME[,SETTING=VALUE,...]; or a bound: clairvoyant, alone; or how a journal's requests really went: recorded"
     )
     many = ("policy", "rate", "utilisation")
     options: Sequence[tuple[str, str, str]] = (

@@ -10,7 +10,7 @@ import gzip
 import io
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from importlib import resources
 from itertools import islice
@@ -79,18 +79,33 @@ def read_trace(name: str, seed: int) -> Trace:
     if name == CONVERSATION:
         packed = resources.files("pdrouter").joinpath("data/mooncake_conversation_trace.jsonl.gz").read_bytes()
         return from_rows(_rows(gzip.decompress(packed)), seed)
-    path = Path(name)
+    raw = _read(Path(name))
+    try:
+        if _is_journal(raw):
+            return from_journal(_entries(raw))
+        return from_azure(raw.decode(), seed) if ".csv" in Path(name).suffixes else from_rows(_rows(raw), seed)
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError) as error:
+        raise ValueError(f"{name}: neither Mooncake's JSON lines nor Azure's CSV nor a journal: {error}") from None
+
+
+def read_entries(name: str) -> Sequence[Entry]:
+    """Return the requests of a router's journal, in the order of arrival; at least one.
+
+    Raises: ValueError if it is another trace, or none.
+    """
+    raw = b"" if name in (EXCERPT, CONVERSATION) else _read(Path(name))
+    if not _is_journal(raw):
+        raise ValueError(f"{name}: it isn't the journal of a router")
+    return _entries(raw)
+
+
+def _read(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
-        if path.suffix == ".gz":
-            raw, path = gzip.decompress(raw), path.with_suffix("")
-        if is_journal(raw):
-            return from_journal(raw)
-        return from_azure(raw.decode(), seed) if path.suffix == ".csv" else from_rows(_rows(raw), seed)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; a trace is a file, {EXCERPT} or {CONVERSATION}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, EOFError, KeyError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path}: neither Mooncake's JSON lines nor Azure's CSV nor a journal: {error}") from None
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: {reason}; a trace is a file, {EXCERPT} or {CONVERSATION}") from None
 
 
 def _rows(raw: bytes) -> list[Row]:
@@ -127,20 +142,17 @@ def from_azure(text: str, seed: int) -> Trace:
     return Trace(requests=requests, span_s=moments[-1] or 1.0, block_tokens=TRACE_BLOCK_TOKENS)
 
 
-def is_journal(raw: bytes) -> bool:
+def _is_journal(raw: bytes) -> bool:
     """Whether a file is one that a router has written: it has moments that no other trace has."""
     return b'"at_s":' in raw[:_LOOKED_AT_BYTES]
 
 
-def from_journal(raw: bytes) -> Trace:
-    """Return the requests of a router's journal; its lines come in the order of their ends, of several files perhaps.
+def from_journal(entries: Sequence[Entry]) -> Trace:
+    """Return the requests of a router's journal.
 
     A request that wasn't answered, or whose answer nobody counted, gets the mean answer, or its own limit if that is
-    less. Blocks have one size here: the mean. Raises: ValueError.
+    less. Blocks have one size here: the mean.
     """
-    entries = sorted(_entries(raw), key=lambda entry: entry.at_s)
-    if not entries:
-        raise ValueError("no requests")
     counted = [entry.output_tokens for entry in entries if entry.output_tokens]
     mean_tokens = round(fmean(counted)) if counted else 1
     blocks = sum(len(entry.blocks) for entry in entries)
@@ -157,12 +169,19 @@ def from_journal(raw: bytes) -> Trace:
     return Trace(requests=requests, span_s=requests[-1].at_s or 1.0, block_tokens=block_tokens)
 
 
-def _entries(raw: bytes) -> Iterator[Entry]:
-    """Yield what whole lines say; one that was torn, by a full disk or a killed process, is left out."""
+def _entries(raw: bytes) -> list[Entry]:
+    """Return what whole lines say; one that was torn, by a full disk or a killed process, is left out.
+
+    Lines come in the order of the requests' ends, and of several files perhaps. Raises: ValueError.
+    """
     decode = msgspec.json.Decoder(Entry).decode
+    entries: list[Entry] = []
     for line in raw.splitlines():
         with contextlib.suppress(msgspec.DecodeError):
-            yield decode(line)
+            entries.append(decode(line))
+    if not entries:
+        raise ValueError("no requests")
+    return sorted(entries, key=lambda entry: entry.at_s)
 
 
 def _scattered(stamps_s: Sequence[float], tick_s: float, seed: int) -> list[float]:

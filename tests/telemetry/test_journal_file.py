@@ -168,6 +168,7 @@ async def test_a_full_disk_costs_lines_only(tmp_path: Path, monkeypatch: pytest.
 async def test_lines_are_written_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to stop a router to read its journal."""
     monkeypatch.setattr(journal_file, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(journal_file, "_MAX_HELD_BYTES", 200)  # room for one line
     file = make_file(tmp_path / "journal")
     running = asyncio.create_task(file.run())
     for count in (1, 2):

@@ -57,6 +57,15 @@ async def test_an_answer() -> None:
     assert b"authorization: bearer secret" in asked.head.lower()
 
 
+async def test_stamps() -> None:
+    """The first token's is the first, the last one's the last; what has no text is none."""
+    seen = Seen()
+    async with calling("http://x") as caller:
+        for now_s, event in enumerate([delta(role="assistant"), delta(content="a"), delta(content="b"), delta()], 1):
+            caller._take(b"data: " + json.dumps(event).encode(), float(now_s), seen)
+    assert (seen.first_s, seen.last_s) == (2.0, 3.0)
+
+
 async def test_thoughts_are_tokens() -> None:
     """A reasoning model's first token is one that is read."""
     seen, _ = await ask(always(200, events(delta(reasoning_content="hm"))))

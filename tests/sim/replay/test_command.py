@@ -22,14 +22,17 @@ from pdrouter.sim.workload import load_excerpt
 
 SPEED = 20.0
 FLEET = f"prefill=2x2:{DEFAULT_PROFILE},decode=2x2:{DEFAULT_PROFILE}"
-COUNT = 60
+COUNT = 30
+TIME_LIMIT_S = 40.0
+
+pytestmark = pytest.mark.timeout(60)  # processes of their own, on a machine that may be busy
 
 
-def mooncake(path: Path, count: int = COUNT) -> str:
-    """Write the first rows of the excerpt, with an eighth of each answer, and return the file's name."""
-    rows = [msgspec.structs.replace(row, output_length=row.output_length // 8) for row in load_excerpt()[:count]]
+def write_mooncake(path: Path) -> None:
+    """Write the excerpt's first rows of no more than 16,000 tokens, with an eighth of each answer."""
+    rows = [row for row in load_excerpt() if row.input_length <= 16_000][:COUNT]
+    rows = [msgspec.structs.replace(row, output_length=row.output_length // 8) for row in rows]
     path.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
-    return str(path)
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +53,7 @@ async def replaying(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def replay(*words: str) -> tuple[int | None, str, str]:
     """Run the command; return status, output and errors."""
-    async with replaying(*words) as process, asyncio.timeout(18):
+    async with replaying(*words) as process, asyncio.timeout(TIME_LIMIT_S):
         out, err = await process.communicate()
         return process.returncode, out.decode(), err.decode()
 
@@ -58,7 +61,7 @@ async def replay(*words: str) -> tuple[int | None, str, str]:
 async def test_a_trace_live_simulated_and_from_the_journal(tmp_path: Path) -> None:
     """One table of both; the router's journal of the run is the same trace again."""
     trace, journal, simulated, out = (tmp_path / name for name in ("trace.jsonl", "journal.jsonl", "sim", "out"))
-    mooncake(trace)
+    write_mooncake(trace)
     load = ["--rate", "3"]
     policies = ["--policy", "least_work", "--out", str(simulated)]
     assert main(["simulate", "--trace", str(trace), *load, "--fleet", FLEET, *policies]) == 0
@@ -93,9 +96,7 @@ def check_journal(journal: Path, tmp_path: Path) -> None:
     assert shared_tokens(requests, mine.block_tokens) == pytest.approx(
         shared_tokens(recorded.requests, recorded.block_tokens), rel=0.1
     )
-    assert main(["simulate", "--trace", str(journal), "--fleet", FLEET, "--out", str(tmp_path / "again")]) == 0
-    (again,) = json.loads((tmp_path / "again" / "results.json").read_text())["runs"]
-    assert again["figures"]["requests"] == COUNT + 2
+    assert main(["simulate", "--trace", str(journal), "--fleet", FLEET, "--policy", "recorded"]) == 0
 
 
 def lengths(requests: Sequence[Request]) -> list[tuple[int, int]]:
@@ -115,7 +116,7 @@ def shared_tokens(requests: Sequence[Request], block_tokens: int) -> int:
 
 async def test_failures() -> None:
     """Counted by cause, and status 1, unless they are allowed."""
-    trace = "poisson:requests=20,prompt_tokens=500,output_tokens=9"
+    trace = "poisson:requests=20,prompt_tokens=200,output_tokens=9"
     async with make_lab(0, 0, 1, engine={"speed": SPEED}) as lab:
         for flags, expected in (([], 1), (["--allow-failures"], 0)):
             busy = {"error": {"code": "busy", "message": "x"}}
@@ -131,8 +132,8 @@ async def test_a_signal_ends_it_with_what_there_is(tmp_path: Path) -> None:
     """Ctrl-C: a table of what was answered, status 130."""
     trace = "poisson:requests=10000,rate=40,prompt_tokens=200,output_tokens=4"
     async with make_lab(1, 1) as lab:
-        async with replaying(trace, "--url", lab.url, "--out", str(tmp_path)) as process, asyncio.timeout(18):
-            await until(lambda: lab.core.decided > 30, 15)
+        async with replaying(trace, "--url", lab.url, "--out", str(tmp_path)) as process, asyncio.timeout(TIME_LIMIT_S):
+            await until(lambda: lab.core.decided > 30, TIME_LIMIT_S)
             process.send_signal(signal.SIGINT)
             out, errors = await process.communicate()
         await lab.settled()
@@ -146,9 +147,9 @@ async def test_a_signal_before_anything_has_ended() -> None:
     async with (
         ScriptedEngine(None, {COMPLETIONS: hang}).listen() as engine,
         replaying("poisson", "--url", engine.url, "--model", "m", "--token-ids") as process,
-        asyncio.timeout(18),
+        asyncio.timeout(TIME_LIMIT_S),
     ):
-        await until(lambda: bool(engine.asked_for(COMPLETIONS)), 15)
+        await until(lambda: bool(engine.asked_for(COMPLETIONS)), TIME_LIMIT_S)
         process.send_signal(signal.SIGINT)
         out, _ = await process.communicate()
     assert process.returncode == 130

@@ -42,7 +42,7 @@ def trace(count: int) -> Trace:
 
 def test_figures_are_those_of_a_simulation() -> None:
     """Times from when requests were due, lengths as the endpoint counts them, ranks by the router's words."""
-    result = result_of(played(*map(sent, range(10))), trace(10), PLACES, MEASURE)
+    result = result_of(played(*[sent(n, late_s=0.3) for n in range(10)]), trace(10), PLACES, MEASURE)
     figures = result.figures
     assert (result.title, result.policy, result.rate_per_s) == ("5/s", "live", 1.0)
     assert (figures.requests, figures.rejected, figures.attainment, figures.goodput_per_s) == (10, 0, 1.0, 1.0)

@@ -64,6 +64,14 @@ def test_a_salt_makes_new_prompts_and_none_makes_the_same() -> None:
     assert probe(8, "a") != probe(8, "b")
 
 
+def test_what_is_no_block_is_shared_with_nobody() -> None:
+    """Two prompts of a trace without prefixes, and the ends of two that have the same blocks."""
+    prompts = make_prompts()
+    assert shared(prompts.text(0, request(200)), prompts.text(1, request(200))) < WORD
+    ends = [prompts.text(number, request(2 * BLOCK, 1)) for number in (0, 1)]
+    assert BLOCK <= shared(*ends) / WORD < BLOCK + 1
+
+
 def test_token_ids() -> None:
     """As many as there are tokens, with the prefixes of the trace, small enough for any vocabulary."""
     prompts = make_prompts()

@@ -73,19 +73,21 @@ def test_a_router_s_journal(tmp_path: Path, suffix: str) -> None:
         entry(1e9 + 7, 700, blocks=(1 << 47, 5, 6), block_tokens=210.0, model="m", output_tokens=30),
         entry(1e9 + 2, 500, blocks=(1 << 47, 5), block_tokens=205.0),
         entry(1e9 + 3, 100, output_tokens=None, outcome="queue_full"),
+        entry(1e9 + 3.5, 300, blocks=(1 << 47, 5), block_tokens=150.0),
         entry(1e9 + 4, 100, output_tokens=0, max_output_tokens=4, outcome="upstream_timeout"),
     )
     path = tmp_path / f"journal{suffix}"
     path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
     trace = read_trace(str(path), 0)
-    assert trace.block_tokens == 208
+    assert trace.block_tokens == 191
     assert trace.requests == [
         Request(0.0, 500, 10, (0, 1)),
-        Request(1.0, 100, 20),
+        Request(1.0, 100, 17),
+        Request(1.5, 300, 10, (0,)),
         Request(2.0, 100, 4),
         Request(5.0, 700, 30, (0, 1, 2), "m"),
     ]
-    assert trace.rate_per_s == pytest.approx(4 / 5)
+    assert trace.rate_per_s == pytest.approx(5 / 5)
     assert max(b for r in trace.repeated(9).requests for b in r.blocks) < 10
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdrouter.sim.replay.caller import CannotAsk
-from pdrouter.sim.replay.prompts import IDS, PROBED_WORDS, Density, Prompts, density_of, probe
+from pdrouter.sim.replay.prompts import IDS, PROBED_WORDS, Density, Prompts, density_of, probes
 from pdrouter.sim.virtual.trace import EXCERPT, Request, read_trace
 
 BLOCK = 64
@@ -61,7 +61,7 @@ def test_a_salt_makes_new_prompts_and_none_makes_the_same() -> None:
     texts = [make_prompts(salt=salt).text(0, asked) for salt in "aab"]
     assert texts[0] == texts[1]
     assert shared(texts[0], texts[2]) < WORD
-    assert probe(8, "a") != probe(8, "b")
+    assert probes("a") != probes("b")
 
 
 def test_what_is_no_block_is_shared_with_nobody() -> None:
@@ -82,12 +82,25 @@ def test_token_ids() -> None:
     assert 1000 <= min(one) <= max(one) < 1256
 
 
+def test_lengths_by_a_tokenizer_whose_words_differ() -> None:
+    """Each word is probed once, so that what a mean word costs is exact and not by chance."""
+
+    def count(text: str) -> int:
+        return 25 + sum(1 + (ord(word[0]) + ord(word[1])) % 3 for word in text.split())
+
+    for salt in "abcd":
+        density = density_of(*map(count, probes(salt)))
+        prompts = make_prompts(density, salt)
+        counted = sum(count(prompts.text(number, request(900, number))) for number in range(40))
+        assert counted == pytest.approx(40 * 900, rel=0.003)
+
+
 def test_a_density_is_found_by_two_counts() -> None:
     """What a word costs, and what stands around a prompt."""
     short, long = PROBED_WORDS
     found = density_of(round(12 + 1.5 * short), round(12 + 1.5 * long))
     assert (found.word_tokens, found.fixed_tokens) == (1.5, 12)
-    with pytest.raises(CannotAsk, match="it counts 7 tokens in 32 words, 7 in 288"):
+    with pytest.raises(CannotAsk, match="it counts 7 tokens in 256 words, 7 in 512"):
         density_of(7, 7)
 
 

@@ -26,7 +26,7 @@ from pdrouter.sim.replay.caller import Ask, Caller, CannotAsk
 from pdrouter.sim.replay.figures import Measure, Places, notes_of, result_of, write_requests
 from pdrouter.sim.replay.options import ReplaySettings, read_settings
 from pdrouter.sim.replay.player import Played, Player, Sent
-from pdrouter.sim.replay.prompts import IDS, PROBED_WORDS, Density, Prompts, density_of, probe
+from pdrouter.sim.replay.prompts import IDS, Density, Prompts, density_of, probes
 from pdrouter.sim.virtual.command import FILE_WIDTH
 from pdrouter.sim.virtual.page import Report, write_report
 from pdrouter.sim.virtual.report import rows_of, table_of
@@ -179,8 +179,8 @@ class _Replay:
 
     async def _density(self, model: str) -> Density:
         counts = []
-        for length in PROBED_WORDS:
-            seen = await self._caller.ask(Ask(model=model, prompt=probe(length, self._salt), output_tokens=1))
+        for prompt in probes(self._salt):
+            seen = await self._caller.ask(Ask(model=model, prompt=prompt, output_tokens=1))
             if seen.prompt_tokens is None:
                 raise CannotAsk(seen.problem or "it doesn't count the tokens of a prompt; try --token-ids")
             counts.append(seen.prompt_tokens)

@@ -17,8 +17,8 @@ _TEXTS_KEPT = 16_384
 _FIRST_ID = 1000
 """An id is this and a byte: ordinary tokens in any vocabulary of today's models."""
 
-PROBED_WORDS = (32, 288)
-"""Lengths of the prompts by which a density is found."""
+PROBED_WORDS = (256, 512)
+"""Lengths of the prompts by which a density is found: each word that there is once, and twice."""
 
 
 class Density(msgspec.Struct, frozen=True):
@@ -75,6 +75,8 @@ class Prompts:
         return random.Random(f"{self._salt} {what}").randbytes(size)  # noqa: S311 - no secret
 
 
-def probe(length: int, salt: str) -> str:
-    """Return a prompt of so many words."""
-    return words(random.Random(f"{salt} probe {length}").randbytes(length))  # noqa: S311 - no secret
+def probes(salt: str) -> tuple[str, str]:
+    """Return two prompts of ``PROBED_WORDS``."""
+    chance = random.Random(f"{salt} probe")  # noqa: S311 - no secret
+    once, again = (words(bytes(chance.sample(range(256), 256))) for _ in range(2))
+    return once, once + again

@@ -120,7 +120,7 @@ def _tell(settings: ReplaySettings, trace: Trace, replayed: Replayed, beside: Se
     notes = notes_of(played, len(trace.requests))
     console.print(table_of(rows_of(results)))
     for note in notes:
-        console.print(note, soft_wrap=True, highlight=False)
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
     if settings.out is not None:
         report = Report("pdrouter replay", _command(), results, notes=notes)
         console.print(write_report(Path(settings.out), report), soft_wrap=True)

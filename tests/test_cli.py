@@ -291,4 +291,4 @@ def test_module_runs() -> None:
 
 def test_commands() -> None:
     """The commands are those of the documents."""
-    assert list(COMMANDS) == ["serve", "check-config", "emulate", "demo", "simulate", "explain"]
+    assert list(COMMANDS) == ["serve", "check-config", "emulate", "demo", "simulate", "replay", "explain"]

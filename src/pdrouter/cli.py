@@ -1,4 +1,4 @@
-"""The command line: serve, check-config, emulate, demo, simulate, explain.
+"""The command line: serve, check-config, emulate, demo, simulate, replay, explain.
 
 Options are derived from settings structs; nothing here knows a default. What a command needs is imported
 when it runs, so that ``--help`` is quick.
@@ -288,6 +288,21 @@ def _simulate(flags: dict[str, object], unknown: list[str]) -> int:
     return run(flags, router_options)
 
 
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    from pdrouter.sim.replay.options import add_options  # noqa: PLC0415 - heavy
+
+    add_options(parser)
+
+
+def _replay(flags: dict[str, object], unknown: list[str]) -> int:
+    problems = _unknown_flags(unknown, {}, {})
+    if problems:
+        raise ConfigError(problems)
+    from pdrouter.sim.replay.command import run  # noqa: PLC0415 - heavy
+
+    return run(flags)
+
+
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="Where a router serves: http://HOST:PORT.")
     parser.add_argument("request_id", metavar="REQUEST_ID", help="The x-request-id of a reply.")
@@ -364,6 +379,12 @@ COMMANDS: Final = {
     "emulate": Command("Serve as an engine would, without a GPU.", _add_emulate, _emulate),
     "demo": Command("Route real traffic over an emulated fleet and show the difference.", _add_demo, _demo),
     "simulate": Command("Try policies on a trace in virtual time.", _add_simulate, _simulate),
+    "replay": Command(
+        "Send a trace to a live endpoint and measure it as its clients see it.",
+        _add_replay,
+        _replay,
+        "TRACE --url URL [OPTIONS]",
+    ),
     "explain": Command(
         "Print what a running router decided for a request, why, and what became of it.",
         _add_explain,

@@ -293,6 +293,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     journal_decisions: Annotated[int, setting("Journal",
         "Decisions kept with what became of them, for `pdrouter explain`: 1 to 10 KB each; 0: none.",
         unit="decisions", low=0, high=100_000)] = 10_000
+    journal_file: Annotated[str | None, setting("Journal",
+        "File that gets a line for each request that has ended, without its text, for `pdrouter simulate` and "
+        "`pdrouter replay`; unset: none.")] = None
+    journal_file_max_bytes: Annotated[int, setting("Journal",
+        "Most that it takes: one half in FILE, the older half in FILE.1.",
+        unit="bytes", low=65_536, high=2**44)] = 1_073_741_824
 
     bytes_per_token: Annotated[float, setting("Tokens",
         "Text per token until a model's usage is known.", unit="bytes", low=0.1, high=100)] = 4.0

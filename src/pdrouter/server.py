@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -29,6 +30,7 @@ from pdrouter.engines.openai import OpenAi
 from pdrouter.engines.sglang import RankFields, Sglang
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.vllm import Vllm
+from pdrouter.errors import ConfigError
 from pdrouter.options import (
     LIVE,
     client_limits,
@@ -51,6 +53,7 @@ from pdrouter.proxy.limits import Clients
 from pdrouter.proxy.listener import CannotListen, Listener, listen, url_of
 from pdrouter.proxy.rates import RateOptions, Rates
 from pdrouter.proxy.tokenizer import Counter, TokenizerOptions
+from pdrouter.telemetry.journal_file import JournalFile
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from pdrouter.telemetry.metrics import Metrics
 from pdrouter.upstream.pools import Pools
@@ -80,6 +83,7 @@ class Service:
         self.clients = Clients(client_limits(settings))
         self.rates = _rates(settings)
         self.dispatcher = self._dispatcher()
+        self.journal_file = self.dispatcher.journal_file = _journal_file(settings)
         prober = Prober(self.probe_pools, _PROBE_REPLY_BYTES)
         self.members = Members(
             self.router,
@@ -138,6 +142,8 @@ class Service:
         if (waitroom := self.dispatcher.waitroom) is not None:
             self.metrics.add_counters("pdrouter_queue", "Requests that might have to wait.", waitroom.counters)
         self.metrics.add_counters("pdrouter_retries", "Further attempts.", self.dispatcher.retries.counters)
+        if (journal_file := self.journal_file) is not None:
+            self.metrics.add_counters("pdrouter_journal_file", "Lines of the journal's file.", journal_file.counters)
         if self.rates is not None:
             help_text = "Requests refused for a key's rate, by what there was too much of."
             self.metrics.add_counters("pdrouter_rate_limited", help_text, self.rates.counters)
@@ -149,6 +155,8 @@ class Service:
     def start(self, source: Source | None) -> None:
         """Let the endpoints join, and watch them, and the settings' file if there is one."""
         self.changes.start()
+        if self.journal_file is not None:
+            self.supervisor.start("journal file", self.journal_file.run)
         if source is not None:
             reload = Reload(source, self.apply, self.settings.config_check_interval_secs)
             self.metrics.add_counters("pdrouter_reloads", "Settings read again.", reload.counters)
@@ -185,6 +193,8 @@ class Service:
         if self.counter is not None:
             self.counter.close()
         await self.supervisor.aclose()
+        if self.journal_file is not None:
+            self.journal_file.close()
         await self.aborter.aclose()
         await self.pools.aclose()
         await self.probe_pools.aclose()
@@ -281,6 +291,19 @@ def _counter(router: Router, settings: Settings) -> Counter | None:
         max_bytes=settings.tokenizer_max_bytes,
     )
     return Counter(router, options)
+
+
+def _journal_file(settings: Settings) -> JournalFile | None:
+    """Return who writes the journal's file, if one is named.
+
+    Raises: ConfigError.
+    """
+    if settings.journal_file is None:
+        return None
+    try:
+        return JournalFile(Path(settings.journal_file), settings.journal_file_max_bytes, time.monotonic)
+    except OSError as error:
+        raise ConfigError([f"journal_file: {settings.journal_file}: {error.strerror}"]) from None
 
 
 def _rates(settings: Settings) -> Rates | None:

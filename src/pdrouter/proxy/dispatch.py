@@ -10,15 +10,17 @@ from pdrouter.core.request import RequestFacts
 from pdrouter.core.retry import RetryOptions
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine, Inbound
-from pdrouter.errors import ConnectFailed, ShuttingDown
+from pdrouter.errors import ConnectFailed, RouterError, ShuttingDown
 from pdrouter.proxy.abort import Aborter
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Deadlines, Sweep, TimeLimits
 from pdrouter.proxy.flight import Flight, OnEnd
 from pdrouter.proxy.handovers import HandOvers
 from pdrouter.proxy.ids import Ids
+from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.retries import Retries
 from pdrouter.proxy.waitroom import Waiter, Waitroom
+from pdrouter.telemetry.journal_file import JournalFile
 from pdrouter.telemetry.logs import DecisionLog
 from pdrouter.telemetry.metrics import Metrics
 from pdrouter.upstream.pools import Pools
@@ -60,6 +62,7 @@ class Dispatcher:
         self.log = log
         self.clock = clock
         self.options = options
+        self.journal_file: JournalFile | None = None
         self.under_way: Sweep[Flight] = Sweep(lambda: self.options.limits)
         self.on_unreachable: Callable[[str, ConnectFailed], None] = lambda _address, _error: None
         self.late_prefills: Deadlines[Flight] = Deadlines(_PREFILL_GRACE_S, Flight.end_prefill)
@@ -80,7 +83,17 @@ class Dispatcher:
 
         Raises: RouterError if it can't be placed; then ``on_end`` isn't called.
         """
-        Flight(self, facts, inbound, client, on_end).start()
+        try:
+            Flight(self, facts, inbound, client, on_end).start()
+        except RouterError as error:
+            self.ended(facts, client, None, error)
+            raise
+
+    def ended(self, facts: RequestFacts, client: Client, observer: Observer | None, error: RouterError | None) -> None:
+        """Let the journal's file know of a request's end, if there is one."""
+        if self.journal_file is not None:
+            answered = None if observer is None else observer.answered()
+            self.journal_file.ended(facts, client.began_s, answered, error, self.clock())
 
     def end_all(self) -> None:
         """End all that are under way, because the router stops."""

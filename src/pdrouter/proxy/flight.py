@@ -334,6 +334,7 @@ class Flight:
                 untold = self._tell(error)
         finally:
             self._end_attempt(error, place)
+            self._owner.ended(self._facts, self._client, self._observer if self._attempts else None, error)
             self._on_end(self._client, self._inbound.path, self._inbound.request_id, untold)
 
     def _end_attempt(self, error: RouterError | None, place: Placement | None) -> None:

@@ -11,6 +11,7 @@ from pdrouter.core.events import FirstTokenSeen, Noted, PrefillUsageSeen, Tokens
 from pdrouter.core.lifecycle import State
 from pdrouter.core.router import Router
 from pdrouter.engines.usage import COMPLETION_TOKENS, PROMPT_TOKENS, TAIL_BYTES, PromptCount, last_number
+from pdrouter.telemetry.journal_file import Answered
 from pdrouter.telemetry.metrics import Metrics
 
 _PREFILLING = State.PREFILLING
@@ -110,6 +111,14 @@ class Observer:
         if prompt_tokens is not None:
             completion_tokens = last_number(COMPLETION_TOKENS, tail) or 0
             self._router.observe(UsageSeen(self._decision, prompt_tokens, completion_tokens, self._events), now_s)
+
+    def answered(self) -> Answered:
+        """Return what was seen of the answer: the engine's own count, or else what the ledger was told."""
+        tail, decision = self.tail(), self._decision
+        prompt_tokens, output_tokens = (last_number(name, tail) for name in (PROMPT_TOKENS, COMPLETION_TOKENS))
+        if output_tokens is None and self.is_stream:
+            output_tokens = decision.decode.reservation.held_tokens - decision.facts.prompt_tokens
+        return Answered(self._first_at_s or None, prompt_tokens, output_tokens)
 
     def _tell_growth(self, now_s: float) -> None:
         rate = self._router.tokens_per_event(self._decision.facts.model)

@@ -104,6 +104,11 @@ def answer_text(seed: int, start: int, end: int) -> str:
     return "".join([_WORDS[_word(seed, index)] for index in range(start, end)])
 
 
+def words(raw: bytes) -> str:
+    """Text of a word for each byte."""
+    return "".join([_WORDS[byte] for byte in raw])
+
+
 def expected_text(prompt: str | Sequence[int], n_tokens: int, choice: int = 0) -> str:
     """Answer of ``n_tokens`` that an emulated engine gives to this rendered prompt (or token ids)."""
     digest = Prompt(prompt, BYTES_PER_TOKEN).digest

@@ -8,13 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from tests.sim.virtual.results import make_result
 
 from pdrouter.sim.profiles import DEFAULT_PROFILE
 from pdrouter.sim.virtual.fleet_spec import read_fleet
-from pdrouter.sim.virtual.page import CannotDraw, write_page
+from pdrouter.sim.virtual.page import Report, write_page, write_report
 from pdrouter.sim.virtual.plan import Plan, Sizes, grid_of
 from pdrouter.sim.virtual.report import rows_of, table_of, write_files
 from pdrouter.sim.virtual.sweep import Result
@@ -91,15 +92,32 @@ def test_files(tmp_path: Path) -> None:
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     """The command, a table, pictures; nothing is fetched from elsewhere, and names are text."""
     results = make_results()
-    write_page(tmp_path / "page.html", "pdrouter <simulate>", rows_of(results), results, None)
+    report = Report("pdrouter simulate", "pdrouter <simulate>", results, notes=["one <1 s>"])
+    write_page(tmp_path / "page.html", report, rows_of(results))
     page = Page((tmp_path / "page.html").read_text())
     assert all(link.startswith(("#", "data:")) for link in page.links)
-    assert "pdrouter <simulate>" in page.texts
+    assert {"pdrouter <simulate>", "one <1 s>"} <= set(page.texts)
     assert "<b>odd & bold</b>" in page.texts
     assert page.tags.count("figure") == page.tags.count("svg") == 5
     assert page.tags.count("tr") == 7
     assert "script" not in page.tags
     assert {"time to first token, s", "good answers/s", "rank"} <= {text.strip() for text in page.texts}
+
+
+def test_what_a_live_fleet_does_not_tell(tmp_path: Path) -> None:
+    """Where one of two has no slowdown and no ranks, there is a dash, and a picture less."""
+    unknown: dict[str, Any] = {"slowdown_p50": None, "slowdown_p90": None, "slowdown_p99": None, "hit_rate": None}
+    live = make_result("1/s", "live", **unknown, prefill_imbalance=None, decode_imbalance=None)
+    assert live.curves is not None
+    live = msgspec.structs.replace(live, curves=msgspec.structs.replace(live.curves, prefill_work=[]))
+    results = [make_result("1/s", "simulated"), live]
+    (simulated, line) = (line for line in shown(table_of(rows_of(results))).splitlines() if " 1.00 " in line)
+    assert "-" not in simulated
+    assert line.split().count("-") == 4
+    write_page(tmp_path / "page.html", Report("x", "x", results), rows_of(results))
+    assert Page((tmp_path / "page.html").read_text()).tags.count("figure") == 3
+    write_page(tmp_path / "page.html", Report("x", "x", [live]), rows_of([live]))
+    assert Page((tmp_path / "page.html").read_text()).tags.count("figure") == 1
 
 
 def test_a_plan_s_page_and_grid(tmp_path: Path) -> None:
@@ -109,7 +127,7 @@ def test_a_plan_s_page_and_grid(tmp_path: Path) -> None:
     pairs = plan.to_try()
     results = [make_result(str(pair), "least_work", attainment=0.3 * sum(pair)) for pair in pairs]
     plan.tried(pairs, results)
-    write_page(tmp_path / "page.html", "pdrouter simulate --plan", rows_of(results), results, plan)
+    write_page(tmp_path / "page.html", Report("pdrouter", "pdrouter simulate --plan", results, plan), rows_of(results))
     page = Page((tmp_path / "page.html").read_text())
     assert any(text.startswith("fewest GPUs:") and "(16 GPUs)" in text for text in page.texts)
     assert page.tags.count("svg") == 1
@@ -127,6 +145,7 @@ def test_without_matplotlib_there_is_no_page(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(builtins, "__import__", no_pictures)
     results = make_results()
-    with pytest.raises(CannotDraw, match=r"pip install 'pdrouter\[report\]'"):
-        write_page(tmp_path / "page.html", "x", rows_of(results), results, None)
-    assert not (tmp_path / "page.html").exists()
+    told = write_report(tmp_path, Report("x", "x", results))
+    assert "pip install 'pdrouter[report]'" in told
+    assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "runs.csv").exists()

@@ -1,13 +1,17 @@
 """Traces: read, scattered by seed, scaled, begun anew."""
 
+import gzip
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from tests.sim.virtual.builders import make_trace
 
 from pdrouter.sim.virtual.trace import CONVERSATION, EXCERPT, Request, read_trace
 from pdrouter.sim.workload import load_excerpt
+from pdrouter.telemetry.journal_file import Entry
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,396,109
@@ -49,6 +53,52 @@ def test_mooncake_from_a_file(tmp_path: Path) -> None:
     (request,) = read_trace(str(path), 0).requests
     assert (request.prompt_tokens, request.output_tokens, request.blocks) == (1100, 5, (7, 8))
     assert 0 <= request.at_s < 3
+
+
+def journal(*entries: Entry) -> bytes:
+    """Return a journal's file."""
+    return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+
+
+def entry(at_s: float, prompt_tokens: int, **changes: Any) -> Entry:
+    """Return a line of an answered request."""
+    fields: dict[str, Any] = {"outcome": "answered", "took_s": 1.0, "output_tokens": 10} | changes
+    return Entry(at_s=at_s, prompt_tokens=prompt_tokens, **fields)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_router_s_journal(tmp_path: Path, suffix: str) -> None:
+    """In the order of arrival, with its prefixes in blocks of one size, and a guess where nobody counted."""
+    raw = journal(
+        entry(1e9 + 7, 700, blocks=(1 << 47, 5, 6), block_tokens=210.0, model="m", output_tokens=30),
+        entry(1e9 + 2, 500, blocks=(1 << 47, 5), block_tokens=205.0),
+        entry(1e9 + 3, 100, output_tokens=None, outcome="queue_full"),
+        entry(1e9 + 3.5, 300, blocks=(1 << 47, 5), block_tokens=150.0),
+        entry(1e9 + 4, 100, output_tokens=0, max_output_tokens=4, outcome="upstream_timeout"),
+    )
+    path = tmp_path / f"journal{suffix}"
+    path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+    trace = read_trace(str(path), 0)
+    assert trace.block_tokens == 191
+    assert trace.requests == [
+        Request(0.0, 500, 10, (0, 1)),
+        Request(1.0, 100, 17),
+        Request(1.5, 300, 10, (0,)),
+        Request(2.0, 100, 4),
+        Request(5.0, 700, 30, (0, 1, 2), "m"),
+    ]
+    assert trace.rate_per_s == pytest.approx(5 / 5)
+    assert max(b for r in trace.repeated(9).requests for b in r.blocks) < 10
+
+
+def test_a_torn_journal(tmp_path: Path) -> None:
+    """Whole lines count, whatever stands between them."""
+    path = tmp_path / "journal"
+    path.write_bytes(b'{"at_s":3,"ou\n\n' + journal(entry(5.0, 10)) + b'{"at_s":9')
+    assert read_trace(str(path), 0).requests == [Request(0.0, 10, 10)]
+    path.write_bytes(b'{"at_s":3,"ou')
+    with pytest.raises(ValueError, match="no requests"):
+        read_trace(str(path), 0)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"timestamp": 1}\n', "a,b\n1,2\n"])

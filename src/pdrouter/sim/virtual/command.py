@@ -13,12 +13,13 @@ from pdrouter.errors import ConfigError
 from pdrouter.sim.virtual.bounds import check_clairvoyant
 from pdrouter.sim.virtual.fleet_spec import read_fleet
 from pdrouter.sim.virtual.options import MakeOptions, SimulateSettings, cases_of, read_settings
-from pdrouter.sim.virtual.page import CannotDraw, write_page
+from pdrouter.sim.virtual.page import Report, write_report
 from pdrouter.sim.virtual.plan import Plan, Sizes, grid_of, line_of
-from pdrouter.sim.virtual.report import rows_of, table_of, write_files
+from pdrouter.sim.virtual.report import rows_of, table_of
 from pdrouter.sim.virtual.sweep import BOUNDS, Case, Result, load_trace, run_cases
+from pdrouter.sim.virtual.trace import read_entries
 
-_FILE_WIDTH = 160
+FILE_WIDTH = 160
 """Columns of a table that goes to a file."""
 
 
@@ -29,6 +30,8 @@ def run(flags: dict[str, object], make_options: MakeOptions) -> int:
         fleet = read_fleet(settings.fleet)
         if "clairvoyant" in settings.policy:
             check_clairvoyant(fleet)
+        if "recorded" in settings.policy:
+            read_entries(settings.trace)
         for load in settings.loads():
             load_trace(load, fleet, 0)  # finds out what is wrong before there are processes
         sizes = Sizes(fleet, settings.gpus) if settings.plan else None
@@ -37,7 +40,7 @@ def run(flags: dict[str, object], make_options: MakeOptions) -> int:
         raise ConfigError([str(error)]) from None
     console = Console()
     if not console.is_terminal:
-        console.width = _FILE_WIDTH
+        console.width = FILE_WIDTH
     if sizes is not None:
         return _plan(settings, sizes, cases, console)
     results = run_all(cases)
@@ -73,16 +76,9 @@ def run_all(cases: Sequence[Case]) -> list[Result]:
 def _write(settings: SimulateSettings, results: Sequence[Result], plan: Plan | None, console: Console) -> None:
     if settings.out is None:
         return
-    directory, command = Path(settings.out), shlex.join(["pdrouter", *sys.argv[1:]])
-    rows = rows_of(results)
-    write_files(directory, command, rows, results)
-    written = ["runs.csv", "results.json"]
-    try:
-        write_page(directory / "report.html", command, rows, results, plan)
-        written.append("report.html")
-    except CannotDraw as error:
-        console.print(str(error), soft_wrap=True)
-    console.print(f"written to {directory}: {', '.join(written)}", soft_wrap=True)
+    command = shlex.join(["pdrouter", *sys.argv[1:]])
+    report = Report("pdrouter simulate", command, results, plan)
+    console.print(write_report(Path(settings.out), report), soft_wrap=True)
 
 
 def _speed_line(results: Sequence[Result]) -> str:

@@ -39,6 +39,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``slowdown`` is the time of a whole answer over that of the same request alone on the idle, warm fleet.
     ``*_imbalance`` is the busiest rank's tokens (computed for prompts, written for answers) over the mean rank's.
+    ``None``: a live fleet doesn't tell it.
     """
 
     requests: int
@@ -53,21 +54,21 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end_p50_s: float
     end_to_end_p90_s: float
     end_to_end_p99_s: float
-    slowdown_p50: float
-    slowdown_p90: float
-    slowdown_p99: float
+    slowdown_p50: float | None
+    slowdown_p90: float | None
+    slowdown_p99: float | None
     attainment: float
     goodput_per_s: float
-    hit_rate: float
-    prefill_imbalance: float
-    decode_imbalance: float
+    hit_rate: float | None
+    prefill_imbalance: float | None
+    decode_imbalance: float | None
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
     """What a picture shows of one run.
 
     ``ttft_s`` and ``token_s`` are the 0th to the 100th percentile. ``prefill_work`` are uncached tokens of prompts by
-    rank and slot of arrival, slots being equal parts of the arrivals' time.
+    rank and slot of arrival, slots being equal parts of the arrivals' time; empty where no rank is known.
     """
 
     ttft_s: Sequence[float]
@@ -88,8 +89,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     return values[max(0, ceil(share * len(values)) - 1)] if values else 0.0
 
 
-def figures_of(run: Run, alone_s: Sequence[float], objective: Objective) -> Figures:
-    """Return the figures of a run; ``alone_s`` is how long each request takes alone."""
+def figures_of(run: Run, alone_s: Sequence[float] | None, objective: Objective) -> Figures:
+    """Return the figures of a run; ``alone_s`` is how long each request takes alone, if that is known."""
     answers = run.answers
     prompts = sum(answer.prompt_tokens for answer in answers)
     good = sum(map(objective.is_met, answers))
@@ -98,15 +99,19 @@ def figures_of(run: Run, alone_s: Sequence[float], objective: Objective) -> Figu
         ("ttft_p{}_s", [answer.ttft_s for answer in answers]),
         ("token_p{}_s", [answer.token_s for answer in answers if answer.output_tokens > 1]),
         ("end_to_end_p{}_s", [answer.end_to_end_s for answer in answers]),
-        ("slowdown_p{}", [answer.end_to_end_s / alone_s[answer.number] for answer in answers]),
     ):
         values.sort()
         for share in SHARES:
             percentiles[name.format(round(share * 100))] = percentile(values, share)
+    slowdowns = sorted(answer.end_to_end_s / alone_s[answer.number] for answer in answers) if alone_s else None
+    slowdown = [None if slowdowns is None else percentile(slowdowns, share) for share in SHARES]
     return Figures(
         requests=run.planned,
         rejected=run.rejected.total(),
         ttft_mean_s=fmean([answer.ttft_s for answer in answers]) if answers else 0.0,
+        slowdown_p50=slowdown[0],
+        slowdown_p90=slowdown[1],
+        slowdown_p99=slowdown[2],
         attainment=good / run.planned,
         goodput_per_s=good / run.span_s,
         hit_rate=sum(answer.cached_tokens for answer in answers) / prompts if prompts else 0.0,
@@ -124,7 +129,7 @@ def curves_of(run: Run) -> Curves:
     ranks = sorted({answer.prefill_place for answer in run.answers})
     row = {place: number for number, place in enumerate(ranks)}
     work = [[0] * _SLOTS for _ in range(run.prefill_places)]
-    for answer in run.answers:
+    for answer in run.answers if run.prefill_places else ():
         slot = min(int(answer.at_s / slot_s), _SLOTS - 1)
         work[row[answer.prefill_place]][slot] += answer.prompt_tokens - answer.cached_tokens
     return Curves(
@@ -139,11 +144,13 @@ def _percentiles(values: Sequence[float]) -> list[float]:
     return [percentile(values, share / 100) for share in range(101)]
 
 
-def _imbalance(places: int, work: Iterable[tuple[int, int]]) -> float:
+def _imbalance(places: int, work: Iterable[tuple[int, int]]) -> float | None:
+    if not places:
+        return None
     total: dict[int, int] = defaultdict(int)
     for place, tokens in work:
         total[place] += tokens
-    mean = sum(total.values()) / places if places else 0.0
+    mean = sum(total.values()) / places
     return max(total.values()) / mean if mean else 1.0
 
 
@@ -157,5 +164,6 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def estimates(runs: Sequence[Figures]) -> dict[str, Estimate]:
-    """Return every figure of runs that differ by their seed alone."""
-    return {name: estimate([float(getattr(run, name)) for run in runs]) for name in Figures.__struct_fields__}
+    """Return every figure that is known of runs that differ by their seed alone."""
+    known = {name: [getattr(run, name) for run in runs] for name in Figures.__struct_fields__}
+    return {name: estimate([*map(float, values)]) for name, values in known.items() if None not in values}

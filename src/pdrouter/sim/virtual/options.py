@@ -5,6 +5,7 @@ How options of a router are made from its settings is the caller's to know. Next
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,7 @@ from pdrouter.sim.virtual.generators import PRESETS
 from pdrouter.sim.virtual.sweep import BOUNDS, Case, Load
 from pdrouter.sim.virtual.trace import CONVERSATION, EXCERPT
 
+S = TypeVar("S", bound=msgspec.Struct)
 MakeOptions = Callable[[Settings], RouterOptions]
 
 
@@ -51,6 +53,10 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
             _seconds(_flag(name), getattr(self, name))
         if self.rate and self.utilisation:
             raise ValueError("--rate and --utilisation say the same; leave one out")
+        if "recorded" in self.policy and (self.rate or self.utilisation or self.requests):
+            raise ValueError(
+                "recorded: it went as fast and as long as it did; leave --rate, --utilisation, --requests out"
+            )
         if self.plan and (self.utilisation or len(self.rate) > 1 or len(self.policy) > 1 or self.policy[0] in BOUNDS):
             raise ValueError("--plan is for one policy and one --rate; a utilisation would grow with the fleet")
 
@@ -67,16 +73,26 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
         return loads or [load]
 
 
+TRACE_KINDS = (
+    f"Mooncake's JSON lines, Azure's CSV, a router's journal (journal_file), {EXCERPT} or {CONVERSATION} (shipped), "
+    f"or made: {', '.join(PRESETS)}[:NAME=VALUE,...]"
+)
+OBJECTIVE_OPTIONS = (
+    ("slo-ttft", "SECONDS", "Longest time to a good answer's first token (default 2) ..."),
+    ("slo-ttft-per-token", "SECONDS", "... and so much more for each token of the prompt (default 0.001)."),
+    ("slo-token", "SECONDS", "Longest mean time of its other tokens (default 0.05)."),
+)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    kinds = f"Mooncake's JSON lines, Azure's CSV, {EXCERPT} or {CONVERSATION} (shipped), or made: {', '.join(PRESETS)}"
     a_policy = (
         "A policy, with other settings of the router, report_interval or report_delay if needed: "
-        f"NAME[,SETTING=VALUE,...]; or a bound: {', '.join(BOUNDS)}"
+        "NAME[,SETTING=VALUE,...]; or a bound: clairvoyant, alone; or how a journal's requests really went: recorded"
     )
     many = ("policy", "rate", "utilisation")
     options: Sequence[tuple[str, str, str]] = (
-        ("trace", "FILE", f"Requests to simulate: {kinds}[:NAME=VALUE,...]."),
+        ("trace", "FILE", f"Requests to simulate: {TRACE_KINDS}."),
         ("fleet", "SPEC", "Engines: ROLE=ENDPOINTSxRANKS:PROFILE[*SPEED],..., or a YAML file."),
         ("policy", "NAME", f"{a_policy}. May be repeated (default least_work)."),
         ("requests", "N", "How many requests; a trace that is over begins anew (default: the trace once)."),
@@ -85,9 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("report-interval", "SECONDS", "Time between two load reports of an endpoint; 0: none (default 2)."),
         ("report-delay", "SECONDS", "Age of a load report when it is told (default 0)."),
         ("seeds", "N", "Runs of each policy, which differ by chance (default 1)."),
-        ("slo-ttft", "SECONDS", "Longest time to a good answer's first token (default 2) ..."),
-        ("slo-ttft-per-token", "SECONDS", "... and so much more for each token of the prompt (default 0.001)."),
-        ("slo-token", "SECONDS", "Longest mean time of its other tokens (default 0.05)."),
+        *OBJECTIVE_OPTIONS,
         ("out", "DIR", "Write runs.csv, results.json and report.html there."),
         ("gpus", "N", "With --plan: most GPUs (default 64)."),
         ("target", "SHARE", "With --plan: share of answers that must be good (default 0.95)."),
@@ -104,8 +118,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(flags: dict[str, object]) -> SimulateSettings:
     """Return the options. Raises: ValueError that says what is wrong."""
+    return read_flags(flags, SimulateSettings)
+
+
+def read_flags(flags: dict[str, object], struct: type[S]) -> S:
+    """Return typed options as a struct. Raises: ValueError that says what is wrong."""
     try:
-        return msgspec.convert(flags, SimulateSettings, strict=False)
+        return msgspec.convert(flags, struct, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).partition("`$.")[2].partition("[")[0].rstrip("`")
         if name not in flags:

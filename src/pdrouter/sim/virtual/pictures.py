@@ -32,7 +32,7 @@ def draw(rows: Sequence[Row], results: Sequence[Result], plan: Plan | None) -> I
         for load in loads:
             first = [result for result in results if result.title == load and result.curves is not None]
             yield f"Times, {load}", svg_of(_distributions(first))
-        routed = [result for result in first if result.policy not in BOUNDS]
+        routed = [r for r in first if r.policy not in BOUNDS and r.curves is not None and r.curves.prefill_work]
         if routed:
             yield f"Prompt tokens computed, by prefill rank and time of arrival, {load}", svg_of(_heat(routed))
             yield f"Imbalance over time, {load}", svg_of(_imbalance(routed))

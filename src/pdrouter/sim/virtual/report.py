@@ -12,6 +12,8 @@ from rich.table import Table
 from pdrouter.sim.virtual.figures import Estimate, Figures, estimates
 from pdrouter.sim.virtual.sweep import Result
 
+_UNKNOWN = "-"
+
 
 class Column(NamedTuple):
     """How a figure is shown: its title, its unit, and how it is scaled and formatted."""
@@ -66,14 +68,16 @@ def table_of(rows: Sequence[Row]) -> Table:
     for row in rows:
         if row.title != title:
             table.add_section()
-        cells = [_shown(*cell_of(column, row.figures[name])) for name, column in COLUMNS.items()]
+        cells = [_shown(*cell_of(column, row.figures.get(name))) for name, column in COLUMNS.items()]
         table.add_row(row.title if row.title != title else "", row.policy, *cells)
         title = row.title
     return table
 
 
-def cell_of(column: Column, value: Estimate) -> tuple[str, str]:
+def cell_of(column: Column, value: Estimate | None) -> tuple[str, str]:
     """Return a mean, and half the width of its interval if there is one, as they are shown."""
+    if value is None:
+        return _UNKNOWN, ""
     half = value.half_width
     return f"{value.mean * column.scale:{column.form}}", f"±{half * column.scale:{column.form}}" if half else ""
 

@@ -33,8 +33,8 @@ class Answer(NamedTuple):
 class Run:
     """One run so far.
 
-    ``*_places`` is how many ranks read prompts and write answers; ``rejected`` counts who wasn't answered, by the
-    error's code.
+    ``*_places`` is how many ranks read prompts and write answers, 0 where that isn't known; ``rejected`` counts who
+    wasn't answered, by the error's code.
     """
 
     __slots__ = ("answers", "decode_places", "planned", "prefill_places", "rejected", "span_s")

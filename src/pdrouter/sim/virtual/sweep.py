@@ -19,11 +19,12 @@ from pdrouter.sim.virtual.bounds import alone, clairvoyant
 from pdrouter.sim.virtual.figures import Curves, Figures, Objective, curves_of, figures_of
 from pdrouter.sim.virtual.fleet_spec import EngineSpec, utilisation_rate_per_s
 from pdrouter.sim.virtual.generators import generate, read_generator
+from pdrouter.sim.virtual.recorded import recorded, without_hits
 from pdrouter.sim.virtual.run import Run
 from pdrouter.sim.virtual.trace import Trace, read_trace
 
-BOUNDS = ("clairvoyant", "alone")
-"""Names that stand for no policy, but for what policies are measured by."""
+BOUNDS = ("clairvoyant", "alone", "recorded")
+"""Names that stand for no policy, but for what policies are measured by; the last: how a journal's requests went."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,8 @@ def run_case(case: Case) -> Result:
     finally:
         gc.enable()
     figures = figures_of(run, [answer.end_to_end_s for answer in by_itself.answers], case.objective)
+    if case.policy == "recorded":
+        figures = without_hits(figures)
     seed = case.settings.seed
     curves = curves_of(run) if case.has_curves else None
     return Result(case.title, case.policy, seed, trace.rate_per_s, took_s, figures, curves)
@@ -108,6 +111,8 @@ def _run(case: Case, trace: Trace) -> Run:
     if case.options is not None:
         options = msgspec.structs.replace(case.options, prefix_block_tokens=trace.block_tokens)
         return Simulator(Router(options), case.fleet, load_profiles(), trace, case.settings).simulate()
+    if case.policy == "recorded":
+        return recorded(case.load.trace)
     bound = alone if case.policy == "alone" else clairvoyant
     return bound(case.fleet, load_profiles(), trace)
 

@@ -1,0 +1,1 @@
+"""A trace against a live endpoint, in real time."""

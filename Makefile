@@ -85,11 +85,9 @@ study: $(VENV)/.dev-installed  ## make the tables and pictures of docs/study.md 
 study-quick: $(VENV)/.dev-installed  ## what least_work is to reach against its peers, and whether it does (three minutes)
 	@$(BIN)/python benchmarks/study.py --quick
 
-fuzz: $(VENV)/.dev-installed  ## look for bytes that break a client's connection, FUZZ_S seconds long
+fuzz: $(VENV)/.dev-installed  ## look for bytes of clients and engines that break a promise, FUZZ_S seconds long
 	@$(PIP) install 'atheris>=3'
-	@mkdir -p .fuzz
-	@$(BIN)/python tests/fuzz/front.py -max_total_time=$(FUZZ_S) -verbosity=0 -artifact_prefix=.fuzz/ \
-		.fuzz tests/fuzz/corpus/front
+	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S)
 
 lock: $(VENV)/.dev-installed  ## renew the hashed requirements
 	@$(PIP) install uv

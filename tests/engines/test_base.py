@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrouter.core.fleet import Role
-from pdrouter.engines.base import request_head, rest_without, splice
+from pdrouter.engines.base import Described, request_head, rest_without, splice
 from pdrouter.errors import DuplicateField, InvalidJson
 
 from .builders import make_endpoint
@@ -173,3 +173,19 @@ def test_a_head_ends_its_lines_and_itself() -> None:
     first, *lines = head.decode().removesuffix("\r\n\r\n").split("\r\n")
     assert first == "POST /generate HTTP/1.1"
     assert sorted(lines) == ["accept: */*", "content-length: 12", "host: decode:30000"]
+
+
+@pytest.mark.invariant("I9")
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("dp_size", (1, 4096), (0, -1, 4097, 10**400)),
+        ("rank_base", (0, 64), (-1, 10**400)),
+        ("bootstrap_port", (1, 65_535), (0, -1, 65_536)),
+        ("kv_capacity_tokens", (1, 10**9), (0, -5, 10**400)),
+    ],
+)
+def test_an_engine_cannot_be_anything(name: str, good: tuple[int, ...], bad: tuple[int, ...]) -> None:
+    """A number that would make the router reserve the memory of a million ranks counts as not told."""
+    assert [getattr(Described(model="m", **{name: number}), name) for number in good] == list(good)  # type: ignore[arg-type]
+    assert {Described(**{name: number}) for number in bad} == {Described()}  # type: ignore[arg-type]

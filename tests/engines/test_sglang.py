@@ -325,6 +325,7 @@ def test_totals_of_a_ranks_prefills(
         ({"num_total_tokens": [1], "num_tokens": True, "num_reqs": {}}, None, None),
         ({"num_total_tokens": 1.5, "num_reqs": 2.0, "unknown": {"deep": [[]]}}, 1.5, 2.0),
         ({"num_total_tokens": 10**30}, 10**30, None),
+        ({"num_total_tokens": 10**400, "num_tokens": 3, "num_running_reqs": 1.5, "num_waiting_reqs": 10**400}, 3, 1.5),
     ],
 )
 def test_one_ranks_load(load: dict[str, object], tokens: float | None, requests: float | None) -> None:
@@ -344,6 +345,7 @@ def test_a_report_without_a_rank_names_none(rank: object) -> None:
 @pytest.mark.parametrize(
     ("timestamp", "unix_s"),
     [
+        (10**400, None),
         (1_700_000_000.25, 1_700_000_000.25),
         (1_700_000_000, 1_700_000_000),
         ("2023-11-14T22:13:20.250000+00:00", 1_700_000_000.25),

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count, with_cached_tokens
+from pdrouter.engines.usage import (
+    CACHED_TOKENS,
+    TAIL_BYTES,
+    PromptCount,
+    Tail,
+    last_number,
+    prompt_count,
+    with_cached_tokens,
+)
 
 USAGE = b'{"usage":{"prompt_tokens":453,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":256}}}'
 
@@ -20,6 +28,10 @@ USAGE = b'{"usage":{"prompt_tokens":453,"completion_tokens":1,"prompt_tokens_det
         (b'{"cached_tokens":"many"}', None),
         (b'{"cached_tokens":-1}', None),
         (b'"cached_tokens":5', PromptCount(0, 5)),
+        (b'"cached_tokens":999999999}', PromptCount(0, 999_999_999)),
+        (b'"cached_tokens":1234567890}', None),
+        (b'"cached_tokens":1.5}', None),
+        (b'"cached_tokens":2e3}', None),
         (b"", None),
     ],
 )
@@ -44,7 +56,27 @@ def test_only_the_number_changes(before: int, after: int, text: str) -> None:
     assert told == answer
 
 
-@pytest.mark.parametrize("piece", [b"", b'data: {"choices":[]}\n\n', b'{"cached_tokens":null}', b'"cached_tokens"'])
+@pytest.mark.parametrize(
+    "piece", [b"", b'data: {"choices":[]}\n\n', b'{"cached_tokens":null}', b'"cached_tokens"', b'"cached_tokens":1.5']
+)
 def test_a_piece_without_the_number_stays(piece: bytes) -> None:
     """There is nothing to tell anew."""
     assert with_cached_tokens(piece, 5) == piece
+
+
+@pytest.mark.parametrize("cached_tokens", [-1, 10**9, 10**400])
+def test_what_no_engine_can_have_counted(cached_tokens: int) -> None:
+    """It is told as such, and to nobody."""
+    assert not PromptCount(1, cached_tokens).is_possible
+    assert not PromptCount(cached_tokens, 1).is_possible
+    assert with_cached_tokens(USAGE, cached_tokens) == USAGE
+
+
+@given(st.lists(st.one_of(st.binary(max_size=5), st.integers(0, 3 * TAIL_BYTES).map(bytes)), max_size=8))
+def test_the_end_of_an_answer(pieces: list[bytes]) -> None:
+    """It is the same in whatever pieces it came, and no more than twice as much is held."""
+    tail = Tail()
+    for piece in pieces:
+        tail.add(piece)
+        assert len(tail._before) + len(tail._last) < 2 * TAIL_BYTES
+    assert tail.text() == b"".join(pieces)[-TAIL_BYTES:]

@@ -1,15 +1,11 @@
 """Whatever bytes a client sends, in whatever pieces: no failure, valid replies, an end, and one reading of them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.front import Front, Served, hold
-
-CORPUS = sorted((Path(__file__).parents[1] / "fuzz" / "corpus" / "front").iterdir())
 
 TOKENS = st.text("abcXYZ-_09", min_size=1, max_size=8).map(str.encode)
 VALUES = st.text("abc,;= \t\xe4", max_size=12).map(lambda text: text.strip().encode("latin-1"))
@@ -116,11 +112,4 @@ def test_spoilt_requests(raw: bytes, data: st.DataObject, answers_at_once: bool)
 @given(st.binary(max_size=200))
 def test_any_bytes(raw: bytes) -> None:
     """Any bytes at all."""
-    assert read(hold([raw])) == read(hold([bytes([byte]) for byte in raw]))
-
-
-@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
-def test_what_the_fuzzer_has_found(path: Path) -> None:
-    """The kept corpus."""
-    raw = path.read_bytes()
     assert read(hold([raw])) == read(hold([bytes([byte]) for byte in raw]))

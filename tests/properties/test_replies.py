@@ -1,8 +1,7 @@
 """Whatever an engine says: it is read, left or refused by a RouterError; what isn't ours comes through as it came."""
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -20,7 +19,7 @@ from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.usage import CACHED_TOKENS, prompt_count, with_cached_tokens
 from pdrouter.engines.vllm import Vllm
 from pdrouter.errors import InvalidJson, RouterError
-from pdrouter.upstream.connection import Connection, Exchange
+from tests.back import heard
 from tests.engines.builders import make_attempt, make_inbound, make_pair
 
 SGLANG, VLLM, TRTLLM, OPENAI = Sglang(RankFields.AUTO), Vllm(), Trtllm(), OpenAi()
@@ -219,87 +218,12 @@ BODIES = st.sampled_from([b"hello", b"5\r\nhello\r\n", b"0\r\n\r\n", b"fffffffff
 WIRE = st.lists(st.one_of(HEADS, BODIES, st.binary(max_size=10)), max_size=6).map(b"".join)
 
 
-class Keeper:
-    """Keeps nothing, and repeats nothing."""
-
-    def repeat(self, exchange: Exchange, request: object) -> Any:
-        """Fail: nothing here may be sent twice."""
-        raise AssertionError
-
-    def keep(self, connection: Connection) -> bool:
-        """Refuse."""
-        return False
-
-    def forget(self, connection: Connection) -> None:
-        """Take note of nothing."""
-
-
-class Transport(asyncio.Transport):
-    """Takes whatever is written."""
-
-    def write(self, data: Any) -> None:
-        """Drop it."""
-
-    def abort(self) -> None:
-        """End."""
-
-    close = abort
-
-    def get_write_buffer_size(self) -> int:
-        """Nothing waits."""
-        return 0
-
-    def pause_reading(self) -> None:
-        """Go on."""
-
-    resume_reading = pause_reading
-
-
-def heard(pieces: Sequence[bytes]) -> tuple[int, bytes, bool, str]:
-    """Return status, body, whether it is whole, and the code of the failure that an exchange ends with."""
-
-    async def run() -> tuple[int, bytes, bool, str]:
-        keeper: Any = Keeper()
-        connection = Connection(
-            keeper, "engine:1", idle_timeout_s=1.0, read_buffer_bytes=MOST_BYTES, max_header_bytes=MOST_BYTES
-        )
-        connection.connection_made(Transport())
-        exchange = Exchange(keeper, (), 0.0)
-        body: list[bytes] = []
-        codes: list[str] = []
-        exchange.listen(_reading(exchange, body, codes))
-        connection.start(exchange, (b"GET / HTTP/1.1\r\n\r\n",))
-        for piece in pieces:
-            if not connection.is_closed:
-                connection.get_buffer(len(piece))[: len(piece)] = piece
-                connection.buffer_updated(len(piece))
-        if not connection.is_closed:
-            connection.eof_received()
-        await asyncio.sleep(0)
-        assert exchange.is_complete or codes
-        return exchange.status, b"".join(body), exchange.is_complete, "".join(codes[:1])
-
-    return asyncio.run(run())
-
-
-def _reading(exchange: Exchange, body: list[bytes], codes: list[str]) -> Callable[[], None]:
-    """Return a listener that reads once each time it is called, as the relay does."""
-
-    def arrived() -> None:
-        try:
-            body.append(exchange.read_nowait() or b"")
-        except RouterError as error:
-            codes.append(error.code)
-
-    return arrived
-
-
 @given(raw=WIRE, cuts=st.lists(st.integers(0, 100), max_size=5))
 @example(raw=b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nZZ\r\n", cuts=[])
 def test_any_bytes_on_the_wire(raw: bytes, cuts: Sequence[int]) -> None:
     """They are a whole reply, or a failure that is told to whoever reads once for each call; so cut in any way."""
-    status, body, is_whole, code = heard([raw] if raw else [])
+    status, body, is_whole, code, *_ = heard([raw] if raw else [], MOST_BYTES)
     assert is_whole or code in ("upstream_closed", "upstream_protocol")
     pieces = [piece for piece in pieces_of(raw, cuts) if piece]
     if is_whole and len(raw) < MOST_BYTES:
-        assert heard(pieces)[:2] == (status, body)
+        assert heard(pieces, MOST_BYTES)[:2] == (status, body)

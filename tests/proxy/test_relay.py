@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from pdrouter.engines.usage import PromptCount
+from pdrouter.proxy.relay import Observer
+from pdrouter.telemetry.metrics import Metrics
+from tests.core.builders import decide, facts, make_router, regular
 from tests.lab import (
     CHAT,
     GENERATE,
@@ -136,6 +140,35 @@ async def test_a_reply_that_ends_with_its_connection() -> None:
     async with scripted(decode) as lab:
         reply = await lab.post(CHAT, chat("x"))
         assert (reply.status, reply.body, reply.is_whole) == (200, b"all of it", True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 1000])
+def test_what_is_learned_of_a_stream_in_pieces(size: int) -> None:
+    """However small the pieces, its events, its usage and whether an event is open are seen."""
+    usage = b'{"prompt_tokens":9,"completion_tokens":2}'
+    stream = b'data: {"text":"data and a"}\n\ndata: ' + usage + b"\n\ndata: [DONE]\n\n"
+    router = make_router([regular("r")])
+    decision = decide(router, facts(), 0.0)
+    observer = Observer(router, Metrics(router), decision, lambda: 1.0, is_stream=True)
+    for at in range(0, len(stream), size):
+        observer.piece(stream[at : at + size])
+    assert observer.event_end() == b""
+    observer.finished()
+    assert decision.usage is not None
+    assert (decision.usage.prompt_tokens, decision.usage.completion_tokens) == (9, 2)
+    assert decision.decode.reservation.tokens == 100 + 3
+    observer.piece(b"data: {")
+    assert observer.event_end() == b"\n\n"
+
+
+@pytest.mark.parametrize("tokens", [-1, 10**400])
+def test_a_count_that_none_can_be(tokens: int) -> None:
+    """The core isn't told of it; that the prompt was read, it is."""
+    router = make_router([regular("r")])
+    decision = decide(router, facts(), 0.0)
+    Observer(router, Metrics(router), decision, lambda: 1.0, is_stream=True).prefill_done(PromptCount(tokens, tokens))
+    assert decision.prefill_usage is None
+    assert decision.first_token_at_s == 1.0
 
 
 NO_REPLIES = (

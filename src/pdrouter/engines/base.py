@@ -4,7 +4,7 @@ Everything here is pure: what is random (ids, rooms) comes in as an ``Attempt``.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -105,7 +105,7 @@ class Described(msgspec.Struct, frozen=True):
     """What an engine tells of itself; ``None`` where it doesn't. The names are those of ``Endpoint``.
 
     ``rank_base`` is the first of its ranks among those of its deployment, ``kv_capacity_tokens`` that of one rank,
-    ``kv_engine_ids`` what its KV transport calls its ranks.
+    ``kv_engine_ids`` what its KV transport calls its ranks. A number that can't be counts as not told.
     """
 
     role: Role | None = None
@@ -116,6 +116,21 @@ class Described(msgspec.Struct, frozen=True):
     version: str | None = None
     kv_capacity_tokens: int | None = None
     kv_engine_ids: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Leave out what can't be: the core makes room for each rank (I9)."""
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                msgspec.structs.force_setattr(self, name, None)
+
+
+_BOUNDS: Mapping[str, tuple[int, int]] = {
+    "dp_size": (1, 4096),
+    "rank_base": (0, 2**31),
+    "bootstrap_port": (1, 65_535),
+    "kv_capacity_tokens": (1, 2**63 - 1),
+}
 
 
 class LoadReply(msgspec.Struct, frozen=True):

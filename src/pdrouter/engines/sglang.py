@@ -49,6 +49,9 @@ MAX_ROOM = 2**63 - 1
 MAX_COUNT = 2**63 - 1
 """What counters can hold; a number beyond is none."""
 
+_MOST = 1e300
+"""A number beyond can't be reckoned with; the core judges all others."""
+
 _ROUTED_SINCE = (0, 5, 10)
 """The first version that knows ``routed_dp_rank``; older ones have the fields of #13208."""
 
@@ -154,7 +157,7 @@ class Sglang:
         return Described(
             role=None if isinstance(mode, msgspec.UnsetType) else _MODES.get(mode or "null"),
             model=info.served_model_name or info.model_path,
-            dp_size=info.dp_size if info.dp_size and info.dp_size > 0 else None,
+            dp_size=info.dp_size,
             bootstrap_port=info.disaggregation_bootstrap_port,
             version=info.version,
             kv_capacity_tokens=info.max_total_num_tokens or info.max_total_tokens,
@@ -234,7 +237,9 @@ def _requests(load: _RankLoad) -> float | None:
 
 
 def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if -_MOST <= value <= _MOST else None
 
 
 def _total(value: object) -> float | None:

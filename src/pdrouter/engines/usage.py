@@ -14,7 +14,11 @@ CACHED_TOKENS = b'"cached_tokens"'
 TAIL_BYTES = 8192
 """Where the count stands: at the end of an answer."""
 
-_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})")
+_MOST_TOKENS = 999_999_999
+"""A number beyond isn't a count."""
+
+_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})(?![\d.eE])")
+"""A whole number; the beginning of a longer one isn't it."""
 
 
 class PromptCount(NamedTuple):
@@ -22,6 +26,31 @@ class PromptCount(NamedTuple):
 
     prompt_tokens: int
     cached_tokens: int
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether an engine can have counted so."""
+        return 0 <= self.cached_tokens <= _MOST_TOKENS and 0 <= self.prompt_tokens <= _MOST_TOKENS
+
+
+class Tail:
+    """The end of an answer, ``TAIL_BYTES`` of it however it is cut; at most twice as many are held (I9)."""
+
+    __slots__ = ("_before", "_last")
+
+    def __init__(self) -> None:
+        self._before = b""
+        self._last = bytearray()
+
+    def add(self, piece: bytes) -> None:
+        """Take in what comes next."""
+        self._last += piece
+        if len(self._last) >= TAIL_BYTES:  # I9
+            self._before, self._last = bytes(self._last[-TAIL_BYTES:]), bytearray()
+
+    def text(self) -> bytes:
+        """Return the end."""
+        return (self._before + self._last)[-TAIL_BYTES:]
 
 
 def prompt_count(tail: bytes) -> PromptCount | None:
@@ -40,7 +69,12 @@ def last_number(name: bytes, text: bytes) -> int | None:
 
 
 def with_cached_tokens(piece: bytes, cached_tokens: int) -> bytes:
-    """Return a piece of an answer with another number of cached tokens, wherever it has one; the rest is untouched."""
+    """Return a piece of an answer with another number of cached tokens, wherever it has one; the rest is untouched.
+
+    Nothing is written that can't be a count.
+    """
+    if not 0 <= cached_tokens <= _MOST_TOKENS:
+        return piece
     start = piece.find(CACHED_TOKENS)
     while start >= 0:
         found = _NUMBER.match(piece, start + len(CACHED_TOKENS))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pdrouter.core.decision import Placement
+from pdrouter.engines.usage import Tail
 from pdrouter.errors import ConnectFailed, RouterError, UpstreamError, UpstreamProtocol
 from pdrouter.upstream.connection import Exchange
 
@@ -67,11 +68,11 @@ class Held:
 class PrefillLeg:
     """Reads a prefill reply to its end and calls ``on_done`` once, with what went wrong or ``None``.
 
-    A good reply is dropped unless ``keeps`` asks for it; ``tail`` is the last piece of it. ``is_good`` says that it has
+    A good reply is dropped unless ``keeps`` asks for it, but for its end. ``is_good`` says that it has
     come, and isn't an error.
     """
 
-    __slots__ = ("_exchange", "_held", "_keeps", "_max_bytes", "_on_done", "is_done", "is_good", "placement", "tail")
+    __slots__ = ("_exchange", "_held", "_keeps", "_max_bytes", "_on_done", "_tail", "is_done", "is_good", "placement")
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ class PrefillLeg:
         self.placement = placement
         self.is_done = False
         self.is_good = False
-        self.tail = b""
         self._exchange = exchange
         self._on_done: Callable[[RouterError | None], None] | None = on_done
         self._keeps = keeps
         self._max_bytes = max_bytes
         self._held: Held | None = None
+        self._tail = Tail()
         exchange.listen(self._arrived)
 
     @property
@@ -101,6 +102,11 @@ class PrefillLeg:
     def reply(self) -> bytes:
         """Return what was kept."""
         return b"" if self._held is None else self._held.whole()
+
+    @property
+    def tail(self) -> bytes:
+        """The end of the reply."""
+        return self._tail.text()
 
     def send_no_more(self) -> bool:
         """Only wait for the reply from now on (I3); ``False`` if none is on its way."""
@@ -118,7 +124,7 @@ class PrefillLeg:
         exchange = self._exchange
         try:
             while piece := exchange.read_nowait():
-                self.tail = piece
+                self._tail.add(piece)
                 if self._keeps or exchange.status >= STATUS_OK_BELOW:
                     self._keep(piece)
             if piece is None:

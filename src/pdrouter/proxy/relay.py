@@ -1,7 +1,6 @@
 """[6] Learns from an answer's bytes as they pass: first token, tokens generated, usage.
 
-It changes and holds nothing but the two newest pieces, by reference, for the usage in them. It never writes: that is
-``answer.py``'s.
+It changes nothing, and keeps a copy of the answer's end for the usage in it. It never writes: that is ``answer.py``'s.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pdrouter.core.decision import Decision
 from pdrouter.core.events import FirstTokenSeen, Noted, PrefillUsageSeen, TokensGenerated, UsageSeen
 from pdrouter.core.lifecycle import State
 from pdrouter.core.router import Router
-from pdrouter.engines.usage import COMPLETION_TOKENS, PROMPT_TOKENS, TAIL_BYTES, PromptCount, last_number
+from pdrouter.engines.usage import COMPLETION_TOKENS, PROMPT_TOKENS, PromptCount, Tail, last_number
 from pdrouter.telemetry.journal_file import Answered
 from pdrouter.telemetry.metrics import Metrics
 
@@ -20,20 +19,25 @@ _GROWTH_EVENTS = 16
 """Stream events after which the ledger is told of growth; chosen to keep the cost per event small."""
 
 
+_EVENT = b"data:"
+_INSIDE = frozenset(_EVENT[:-1])
+"""What a piece ends with that was cut inside an event's first word, though seldom."""
+
+
 class Observer:
     """Tells the router what one request's bytes show; ``is_stream``: they come as events, token by token."""
 
     __slots__ = (
-        "_before",
         "_clock",
         "_decision",
+        "_edge",
         "_events",
         "_first_at_s",
-        "_last",
         "_metrics",
         "_router",
         "_seen",
         "_seen_at_s",
+        "_tail",
         "_told",
         "is_stream",
     )
@@ -46,8 +50,8 @@ class Observer:
         self._metrics = metrics
         self._decision = decision
         self.is_stream = is_stream
-        self._before = b""
-        self._last = b""
+        self._tail = Tail()
+        self._edge = b""
         self._events = 0
         self._told = 0
         self._first_at_s = 0.0
@@ -56,14 +60,14 @@ class Observer:
 
     def prefill_done(self, count: PromptCount | None) -> None:
         """The prefill leg has answered, and perhaps told how much of the prompt it had."""
-        if count is not None:
+        if count is not None and count.is_possible:
             self._router.observe(PrefillUsageSeen(self._decision, *count), self._clock())
         if self._decision.state is _PREFILLING:
             self._router.observe(FirstTokenSeen(self._decision), self._clock())
 
     def tail(self) -> bytes:
         """Return the end of the answer so far."""
-        return (self._before[-TAIL_BYTES:] + self._last)[-TAIL_BYTES:]
+        return self._tail.text()
 
     def note(self, text: str) -> None:
         """Let the request's story tell something."""
@@ -79,9 +83,12 @@ class Observer:
 
     def piece(self, piece: bytes) -> None:
         """Take note of a piece of the answer."""
-        self._before, self._last = self._last, piece
+        self._tail.add(piece)
         if self.is_stream:
-            self._events += piece.count(b"data:")
+            if self._edge:
+                piece = self._edge + piece
+            self._edge = piece[1 - len(_EVENT) :] if piece and piece[-1] in _INSIDE else b""
+            self._events += piece.count(_EVENT)
             if self._events - self._told >= _GROWTH_EVENTS:
                 self._tell_growth(self._clock())
 
@@ -96,7 +103,7 @@ class Observer:
 
     def event_end(self) -> bytes:
         """Return what ends an event that was cut off in the middle."""
-        return b"" if self._last.endswith(b"\n\n") else b"\n\n"
+        return b"" if self._tail.text().endswith(b"\n\n") else b"\n\n"
 
     def finished(self) -> None:
         """The answer is whole: read the engine's own count."""

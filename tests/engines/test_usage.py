@@ -1,6 +1,7 @@
 """What engines count: read at the end of an answer, and told anew."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from pdrouter.engines.usage import (
     CACHED_TOKENS,
     TAIL_BYTES,
+    CachedTokens,
     PromptCount,
     Tail,
     last_number,
@@ -80,3 +82,22 @@ def test_the_end_of_an_answer(pieces: list[bytes]) -> None:
         tail.add(piece)
         assert len(tail._before) + len(tail._last) < 2 * TAIL_BYTES
     assert tail.text() == b"".join(pieces)[-TAIL_BYTES:]
+
+
+MENTION = b'"cached_tokens"\t:  123456789'
+
+
+@pytest.mark.invariant("I10")
+@given(
+    st.lists(st.sampled_from([MENTION, b'"cached_tokens":7', b'"', b"c", b"5", b"}", b"\n", b"1.5 "]), max_size=6),
+    st.lists(st.integers(0, 80), max_size=6),
+)
+def test_a_mention_that_was_cut(parts: list[bytes], cuts: list[int]) -> None:
+    """However an answer is cut, the number is told anew as if it had come in one piece; little is held back."""
+    answer = b"".join(parts)
+    edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+    editor, told = CachedTokens(42), b""
+    for start, end in pairwise(edges):
+        told += editor.feed(answer[start:end])
+        assert len(editor._held) <= len(CACHED_TOKENS) + 8 + 1 + 8 + 9
+    assert told + editor.finish() == with_cached_tokens(answer, 42)

@@ -6,7 +6,6 @@ and the client's takes part, without a network.
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -135,7 +134,7 @@ def one_input(raw: bytes) -> None:
     case = Case(way, is_stream, prefill, answer, prefill_after)
     whole = asyncio.run(serve(case, [prefill], [answer], []))
     hold(case, whole)
-    cut = asyncio.run(serve(case, source.pieces(prefill), pieces(source, case), full))
+    cut = asyncio.run(serve(case, source.pieces(prefill), source.pieces(answer), full))
     if prefill_after:  # then the answer may be over before the prefill has told anything
         cut, whole = cut._replace(usage=()), whole._replace(usage=())
     assert cut == whole
@@ -150,13 +149,6 @@ def stream(source: Source) -> bytes:
         for _ in range(source.below(5))
     ]
     return b"".join(written) + source.pick((b"data: [DONE]\n\n", b""))
-
-
-def pieces(source: Source, case: Case) -> Sequence[bytes]:
-    """Return an answer in pieces; a stream in which the cached tokens are written anew is cut between events only."""
-    if case.is_stream and case.way.is_pair and CACHED_TOKENS in case.answer:
-        return [piece for piece in re.split(rb"(?<=\n\n)(?!\n)", case.answer) if piece]
-    return source.pieces(case.answer)
 
 
 class Watched(Router):

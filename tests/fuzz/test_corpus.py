@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdrouter.engines import base
-from pdrouter.proxy import flight, intake
+from pdrouter.engines import base, usage
+from pdrouter.proxy import intake
 from pdrouter.proxy.client import Client
 from pdrouter.upstream import connection
 from tests.fuzz.__main__ import CORPUS, TARGETS
@@ -17,10 +17,10 @@ FILES = [(name, path) for name in TARGETS for path in sorted((CORPUS / name).ite
 
 Break = tuple[object, str, Any]
 BROKEN: Mapping[str, Break] = {
-    "front": (Client, "body", lambda client: b"".join(client._pieces[:1])),
+    "front": (Client, "take", lambda client, piece: setattr(client, "_body", client._body or piece)),
     "intake": (intake, "_set_fields", lambda _body: []),
     "splice": (base, "rest_without", lambda body, _owned: body[body.index(b"{") + 1 :]),
-    "stream": (flight, "with_cached_tokens", lambda piece, cached: piece.replace(b"0", b"%d" % cached)),
+    "stream": (usage, "_whole_bytes", len),
     "replies": (base, "_BOUNDS", {}),
     "wire": (connection, "_is_framed", lambda _status, _headers: True),
 }

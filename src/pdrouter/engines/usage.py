@@ -17,8 +17,13 @@ TAIL_BYTES = 8192
 _MOST_TOKENS = 999_999_999
 """A number beyond isn't a count."""
 
-_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})(?![\d.eE])")
+_NUMBER = re.compile(rb"[ \t]{0,8}:[ \t]{0,8}(\d{1,9})(?![\d.eE])")
 """A whole number; the beginning of a longer one isn't it."""
+
+
+_UNFINISHED = re.compile(rb"[ \t]{0,8}(?::[ \t]{0,8}\d{0,9})?")
+_CAN_GO_ON = frozenset(CACHED_TOKENS + b": \t0123456789")
+"""What ends a piece that was cut inside a mention of the cached tokens, or before it is sure that its number ends."""
 
 
 class PromptCount(NamedTuple):
@@ -66,6 +71,42 @@ def last_number(name: bytes, text: bytes) -> int | None:
     start = text.rfind(name)
     found = _NUMBER.match(text, start + len(name)) if start >= 0 else None
     return int(found[1]) if found else None
+
+
+class CachedTokens:
+    """Writes another number of cached tokens into an answer as it comes; all other bytes are untouched (I10).
+
+    Nothing is held back but a mention that isn't whole yet (I9).
+    """
+
+    __slots__ = ("_cached_tokens", "_held")
+
+    def __init__(self, cached_tokens: int) -> None:
+        self._cached_tokens = cached_tokens
+        self._held = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Return what can be told of the answer so far."""
+        text = self._held + piece if self._held else piece
+        end = _whole_bytes(text)
+        self._held = text[end:]
+        return with_cached_tokens(text[:end], self._cached_tokens)
+
+    def finish(self) -> bytes:
+        """Return what is left at the end of the answer."""
+        rest, self._held = self._held, b""
+        return with_cached_tokens(rest, self._cached_tokens)
+
+
+def _whole_bytes(text: bytes) -> int:
+    """Return where a mention begins that may go on behind this, or the end."""
+    if not text or text[-1] not in _CAN_GO_ON:
+        return len(text)
+    start = text.rfind(CACHED_TOKENS)
+    if start >= 0 and _UNFINISHED.fullmatch(text, start + len(CACHED_TOKENS)):
+        return start
+    sizes = range(min(len(CACHED_TOKENS) - 1, len(text)), 0, -1)
+    return len(text) - next((size for size in sizes if text.endswith(CACHED_TOKENS[:size])), 0)
 
 
 def with_cached_tokens(piece: bytes, cached_tokens: int) -> bytes:

@@ -6,7 +6,7 @@ error, or an answer that something of the prefill's is put into) is held first. 
 
 from pdrouter.core.decision import Decision
 from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
-from pdrouter.engines.usage import with_cached_tokens
+from pdrouter.engines.usage import CachedTokens
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.legs import STATUS_OK_BELOW, EngineReply, Held, PrefillLeg
 from pdrouter.proxy.relay import Observer
@@ -15,7 +15,7 @@ from pdrouter.upstream.connection import Exchange
 
 
 class Answer:
-    """``exchange`` is the decode leg's, once it was sent; ``cached_tokens`` is what the client is told of its prompt.
+    """``exchange`` is the decode leg's, once it was sent; ``cached_tokens`` writes what the client is told of those.
 
     ``lines`` are header lines that the router adds; of what is held there may be ``max_bytes`` (I9). ``is_whole`` says
     that the client has been given all of it.
@@ -56,7 +56,7 @@ class Answer:
         self._held: Held | None = None
         self._merger: StreamMerger | None = None
         self.exchange: Exchange | None = None
-        self.cached_tokens: int | None = None
+        self.cached_tokens: CachedTokens | None = None
         self.is_whole = False
 
     def expect(self, exchange: Exchange, prefill: PrefillLeg | None) -> None:
@@ -83,7 +83,7 @@ class Answer:
         self._observer.piece(piece)
         is_last = exchange.is_complete
         if self.cached_tokens is not None:
-            piece = with_cached_tokens(piece, self.cached_tokens)
+            piece = self.cached_tokens.feed(piece) + (self.cached_tokens.finish() if is_last else b"")
         if self._merger is not None:
             piece = self._merger.feed(piece) + (self._merger.finish() if is_last else b"")
         if is_last:
@@ -136,7 +136,7 @@ class Answer:
         self._observer.first_piece()
         self._observer.piece(body)
         if self.cached_tokens is not None:
-            body = with_cached_tokens(body, self.cached_tokens)
+            body = self.cached_tokens.feed(body) + self.cached_tokens.finish()
         if self._prefill is not None:
             body = merge_reply(body, prompt_logprobs(self._prefill.reply(), is_stream=False))
         self._client.reply(exchange.status, unsized(passed_on(exchange.raw_headers)), body, self._lines)

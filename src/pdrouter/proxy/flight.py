@@ -19,7 +19,7 @@ from pdrouter.core.ledger import UNASSIGNED, RankKey
 from pdrouter.core.line import Place, Waiting
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Engine, HandOver, Inbound, Leg, Plan, forward
-from pdrouter.engines.usage import CACHED_TOKENS, PromptCount, last_number, prompt_count
+from pdrouter.engines.usage import CACHED_TOKENS, CachedTokens, PromptCount, last_number, prompt_count
 from pdrouter.errors import ClientGone, ConnectFailed, InvariantViolation, RouterError, UpstreamClosed, UpstreamProtocol
 from pdrouter.proxy.answer import Answer
 from pdrouter.proxy.client import Client
@@ -264,7 +264,7 @@ class Flight:
         """The prompt is read; what the prefill had of it is what the client is told, too."""
         self._observer.prefill_done(count)
         if count is not None and not self._client.is_started:
-            self._answer.cached_tokens = count.cached_tokens
+            self._answer.cached_tokens = CachedTokens(count.cached_tokens)
 
     def _finish(self) -> None:
         """The answer is whole."""

@@ -454,7 +454,8 @@ class ScriptedEngine:
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         method, path, _ = head.split(b"\r\n")[0].decode().split(" ")
-        size = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        sizes = (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        size = next(sizes, 0)
         asked = Asked(method, path.partition("?")[0], head, await reader.readexactly(size), writer)
         self.asked.append(asked)
         reply = await self.scripts.get(asked.path, self._healthy)(asked)

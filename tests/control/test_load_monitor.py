@@ -74,7 +74,7 @@ async def test_an_upgraded_engine_is_asked_anew() -> None:
 async def test_no_load_path_at_all() -> None:
     """Without reports the ledger alone spreads the requests, and the polls are counted as failed."""
     async with make_lab(0, 0, 2, engine={"load_api": "none", "speed": 20.0}, **QUICK) as lab:
-        replies = await gather(*(lab.post(CHAT, chat(f"none {i}")) for i in range(8)))
+        replies = await gather(*(lab.post(CHAT, chat(f"none {i}", 400)) for i in range(8)))
         assert [reply.status for reply in replies] == [200] * 8
         assert [e.snapshot().requests_by_rank for e in lab.workers] == [[2, 2], [2, 2]]
         await until(lambda: lab.core.missing_reports.get("status 404", 0) >= 2)

@@ -28,6 +28,7 @@ class Outcomes:
 
     def placed(self, decision: Decision, now_s: float) -> None:
         """A request was placed; where a breaker is half-open it is the probe."""
+        decision.epoch = self.breakers.epoch
         if self.breakers.is_calm:
             return
         attempts = self._attempts[decision.number] = {}
@@ -48,7 +49,7 @@ class Outcomes:
         if at_fault is None and not attempts and (error is not None or self.breakers.is_calm):
             return
         for placement in decision.placements:
-            tried = attempts.get(placement) or self.breakers.attempt(placement.endpoint.address)
+            tried = attempts.get(placement) or self.breakers.attempt(placement.endpoint.address, decision.epoch)
             if error is None:
                 self._tell(self.breakers.succeeded(tried), now_s)
             elif placement is at_fault:

@@ -98,7 +98,8 @@ class Breakers(Generic[K]):
 
     What returns a ``Readiness`` wants the fleet to be told at once, so that nothing is placed in between; ``due`` is
     asked at ``wake_at_s``. ``counts`` says how often they opened, closed and were probed. Unknown ones are let through.
-    ``epoch`` is that of the phase begun last: those of later phases are greater.
+    ``epoch`` is that of the phase begun last: those of later phases are greater. ``disturbed`` are those with failures
+    since their last success, or not closed.
     """
 
     def __init__(self, options: BreakerOptions) -> None:
@@ -106,13 +107,13 @@ class Breakers(Generic[K]):
         self._options = options
         self._breakers: dict[K, _Breaker[K]] = {}
         self._due: ChangingHeap[K] = ChangingHeap()
-        self._disturbed: set[K] = set()  # those with failures of late, or not closed
+        self.disturbed: set[K] = set()
         self.epoch = 0
 
     @property
     def is_calm(self) -> bool:
         """Whether all are closed and none has failed since its last success."""
-        return not self._disturbed
+        return not self.disturbed
 
     def attempt(self, key: K, epoch: int) -> Attempt[K]:
         """Return an attempt of which nothing was kept but ``epoch`` as it was when it was placed."""
@@ -128,7 +129,7 @@ class Breakers(Generic[K]):
     def remove(self, key: K) -> None:
         """Forget it; attempts that are under way there count no more."""
         breaker = self._breakers.pop(key, None)
-        self._disturbed.discard(key)
+        self.disturbed.discard(key)
         if breaker is not None and breaker.due is not None:
             self._due.drop(breaker.due)
 
@@ -156,13 +157,13 @@ class Breakers(Generic[K]):
             return None
         breaker.failed_at_s.clear()
         if breaker.phase is Phase.CLOSED:
-            self._disturbed.discard(attempt.key)
+            self.disturbed.discard(attempt.key)
             return None
         breaker.probe = None
         breaker.successes += 1
         if breaker.successes >= self._options.success_threshold:
             breaker.enter(Phase.CLOSED, self._next_epoch())
-            self._disturbed.discard(attempt.key)
+            self.disturbed.discard(attempt.key)
             self.counts["closed"] += 1
         return Readiness(attempt.key, None)
 
@@ -172,7 +173,7 @@ class Breakers(Generic[K]):
         if breaker is None:
             return None
         breaker.cause = cause
-        self._disturbed.add(attempt.key)
+        self.disturbed.add(attempt.key)
         times = breaker.failed_at_s
         times.append(now_s)
         is_in_window = now_s - times[0] <= self._options.window_s

@@ -152,6 +152,7 @@ class Decision:
         "state",
         "usage",
     )
+    epoch: int  # set when it is placed
 
     def __init__(
         self,
@@ -176,7 +177,6 @@ class Decision:
         self.notes: tuple[Note, ...] = ()
         self.prefill_took_s: float | None = None
         self.insert = 0
-        self.epoch = 0
         self.prefix_is_read = False
         self.shadowed: Shadowed | None = None
         self.state = State.PREFILLING

@@ -60,7 +60,7 @@ class Outcomes:
         """A request was placed; where a breaker is half-open it is the probe."""
         breakers = self.breakers
         decision.epoch = breakers.epoch
-        if breakers.is_calm:
+        if not breakers.disturbed:  # is_calm, without a call
             return
         attempts = self._attempts[decision.number] = {}
         for placement in decision.placements:
@@ -79,7 +79,7 @@ class Outcomes:
     def settled(self, decision: Decision, error: RouterError | None, at_fault: Placement | None, now_s: float) -> None:
         """It has ended; ``at_fault`` is the leg whose engine is to blame, if any."""
         attempts = self._attempts.pop(decision.number, {})
-        if at_fault is None and not attempts and (error is not None or self.breakers.is_calm):
+        if at_fault is None and not attempts and (error is not None or not self.breakers.disturbed):
             return
         for placement in decision.placements:
             tried = attempts.get(placement)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pdrouter.core import events
 from pdrouter.core.cost import NEUTRAL, Profile, prefill_s, step_s, transfer_s
 from pdrouter.core.decision import Decision
-from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.fleet import BREAKER, Endpoint, Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import RankReport
+from pdrouter.core.places import Worker
 from pdrouter.core.policies.base import Question
 from pdrouter.core.policies.least_work import AVOIDED_S, LeastWork, decode_cost_s, prefill_cost_s
 from pdrouter.core.router import Router
@@ -47,9 +48,14 @@ def search_of(router: Router) -> LeastWork:
     return LeastWork(msgspec.structs.replace(make_policy_options(1), work=router.work))
 
 
+def is_ready(router: Router, worker: Worker) -> bool:
+    """Whether a rank takes requests."""
+    return router.fleet.is_ready(worker.load.key.endpoint) and router.fleet.why_out(worker.load.key) is None
+
+
 def scan_pairs(router: Router, question: Question) -> float:
     """Return the least cost over all pairs of ready ranks that may be paired, each looked at."""
-    workers = [w for w in router.work.workers.values() if router.fleet.is_ready(w.load.key.endpoint)]
+    workers = [w for w in router.work.workers.values() if is_ready(router, w)]
     prefills = [w for w in workers if w.site.endpoint.role is Role.PREFILL]
     decodes = [w for w in workers if w.site.endpoint.role is Role.DECODE]
     costs = [
@@ -80,12 +86,13 @@ def scan_groups(router: Router, question: Question) -> float:
     return min(cost_s + best_s[group, Role.DECODE] for (group, role), cost_s in best_s.items() if role is Role.PREFILL)
 
 
+ACTIONS = ("decide", "decide", "decide", "first", "settle", "report", "ready", "rank", "rank", "speed")
 PROFILE_NAMES = st.sampled_from([None, "slow", "together", "small"])
 
 
 @st.composite
 def routers(draw: st.DrawFn) -> Router:
-    """Return a fleet with a past: groups, profiles, live legs, reports, learned speeds, some not ready."""
+    """Return a fleet with a past: groups, profiles, live legs, reports, learned speeds, some of it not ready."""
     groups = [f"g{n}" for n in range(draw(st.integers(1, 4)))]
     endpoints: list[Endpoint] = []
     for number in range(draw(st.integers(2, 8))):
@@ -103,7 +110,7 @@ def routers(draw: st.DrawFn) -> Router:
     live: list[Decision] = []
     for _ in range(draw(st.integers(0, 25))):
         now_s += draw(st.sampled_from([0.0, 0.01, 0.5]))
-        action = draw(st.sampled_from(["decide", "decide", "decide", "first", "settle", "report", "ready", "speed"]))
+        action = draw(st.sampled_from(ACTIONS))
         if action == "decide":
             placed = router.decide(
                 facts(draw(st.integers(1, 4000)), max_output_tokens=draw(st.integers(1, 500))), now_s
@@ -123,6 +130,10 @@ def routers(draw: st.DrawFn) -> Router:
         elif action == "ready":
             endpoint = draw(st.sampled_from(list(router.fleet)))
             router.observe(events.ReadinessChanged(endpoint.address, draw(st.sampled_from([None, "out"]))), now_s)
+        elif action == "rank":
+            endpoint = draw(st.sampled_from(list(router.fleet)))
+            key = RankKey(endpoint.address, draw(st.integers(0, endpoint.dp_size - 1)))
+            router._set_ready(key, draw(st.sampled_from([None, "out", "out"])), BREAKER, now_s)
         elif action == "speed":
             site = router.work.sites[draw(st.sampled_from(list(router.work.sites)))]
             for _ in range(60):
@@ -158,6 +169,8 @@ def test_the_search_finds_what_a_full_scan_finds(
     assert_cost(offer.cost_s, best_s)
     assert offer.prefill is not None
     router.fleet.check_pair(offer.prefill.worker.site.endpoint, offer.decode.worker.site.endpoint)
+    assert is_ready(router, offer.prefill.worker)
+    assert is_ready(router, offer.decode.worker)
 
 
 def learn(router: Router, rng: random.Random) -> None:
@@ -247,6 +260,8 @@ def test_the_search_for_a_regular_rank_finds_what_a_scan_finds(
     """Prefill and decode of one rank together."""
     rng = random.Random(chance)
     router = make_least([regular(f"e{n}", dp_size=2, profile=rng.choice([None, "slow", "small"])) for n in range(4)])
+    for number in rng.sample(range(4), rng.randrange(4)):
+        router._set_ready(RankKey(f"e{number}", rng.randrange(2)), "out", BREAKER, 0.0)
     for _ in range(rng.randrange(20)):
         placed = decide(router, facts(rng.randrange(1, 3000)), rng.random() / 100)
         if rng.random() < 0.5:
@@ -255,7 +270,9 @@ def test_the_search_for_a_regular_rank_finds_what_a_scan_finds(
     question = Question(("x",), Role.REGULAR, prompt, cached, float(output), 0.03, facts(), failed)
     offer = search_of(router).choose_regular(question, None)
     assert offer is not None
-    best_s = min(prefill_cost_s(question, w) + decode_cost_s(question, w) for w in router.work.workers.values())
+    workers = [w for w in router.work.workers.values() if is_ready(router, w)]
+    best_s = min(prefill_cost_s(question, w) + decode_cost_s(question, w) for w in workers)
+    assert is_ready(router, offer.decode.worker)
     assert_cost(offer.cost_s, best_s)
 
 

@@ -237,6 +237,40 @@ def test_one_that_comes_back_is_new() -> None:
     assert len(kept(router)) == 0
 
 
+def test_late_blame_doesnt_reach_one_that_came_back() -> None:
+    """What was placed while all was calm, too, counts for the endpoint of then alone."""
+    router = guarded()
+    old = [decide(router, facts(), 0.0) for _ in range(3)]
+    router.observe(events.EndpointLeft("d"), 1.0)
+    router.observe(events.EndpointJoined(decode("d")), 1.0)
+    for decision in old:
+        fail(router, decision, "d", 2.0)
+    assert router.outcomes.breakers.is_calm
+    fail(router, decide(router, facts(), 3.0), "d", 3.0)
+    assert not router.outcomes.breakers.is_calm
+
+
+def test_late_blame_doesnt_reach_a_later_phase() -> None:
+    """The breaker has opened and closed since it was placed, while all was calm."""
+    router = guarded()
+    old = [decide(router, facts(), 0.0) for _ in range(3)]
+    opened(router)
+    router.settle(decide(router, facts(), 11.0), 11.0)
+    assert phase(router, "d") is Phase.CLOSED
+    for decision in old:
+        fail(router, decision, "d", 12.0)
+    assert router.outcomes.breakers.is_calm
+
+
+def test_a_restart_forgives_nothing() -> None:
+    """An engine that dies of each request and comes back is taken out all the same."""
+    router = guarded(prefill("p"), decode("d", dp_size=2))
+    for now_s in (0.0, 1.0):
+        fail(router, decide(router, facts(), now_s), "d", now_s)
+        router.observe(events.EndpointRestarted("d"), now_s)
+    assert phase(router, "d") is Phase.OPEN
+
+
 def test_a_long_cause_is_cut() -> None:
     """What an engine says doesn't fill the logs."""
     router = guarded()

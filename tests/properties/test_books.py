@@ -56,14 +56,6 @@ BREAKER = BreakerOptions(failure_threshold=2, success_threshold=1, open_s=3.0, w
 FAILED = st.frozensets(st.builds(RankKey, ADDRESSES, st.sampled_from([UNASSIGNED, 0, 0, 1])), max_size=3)
 
 
-def _is_failed(endpoint: Endpoint, rank: int | None, failed: frozenset[RankKey]) -> bool:
-    """Whether it failed on a rank, or without one, wherever on the endpoint it may run."""
-    if RankKey(endpoint.address, UNASSIGNED) in failed:
-        return True
-    ranks = range(endpoint.dp_size) if rank is None else [rank]
-    return all(RankKey(endpoint.address, r) in failed for r in ranks)
-
-
 class Leg:
     """A leg as the oracle has it."""
 
@@ -240,6 +232,16 @@ class Books(RuleBasedStateMachine):
     def _ready(self) -> list[Endpoint]:
         return [e for e in self.fleet.values() if e.address not in self.out]
 
+    def _ranks(self, endpoint: Endpoint) -> list[int]:
+        return list(range(endpoint.dp_size))
+
+    def _is_failed(self, endpoint: Endpoint, rank: int | None, failed: frozenset[RankKey]) -> bool:
+        """Whether it failed on a rank, or without one, wherever on the endpoint it may run."""
+        if RankKey(endpoint.address, UNASSIGNED) in failed:
+            return True
+        ranks = self._ranks(endpoint) if rank is None else [rank]
+        return all(RankKey(endpoint.address, r) in failed for r in ranks)
+
     def _judge(self, answer: object, facts: RequestFacts, failed: frozenset[RankKey]) -> Request | None:
         ready = self._ready()
         if isinstance(answer, Rejection):
@@ -263,7 +265,7 @@ class Books(RuleBasedStateMachine):
             known = self.fleet[placement.endpoint.address]
             assert placement.endpoint == known
             assert known in ready
-            assert placement.rank is None or 0 <= placement.rank < known.dp_size
+            assert placement.rank is None or placement.rank in self._ranks(known)
             assert self.rank_policy == ENGINE or placement.rank is not None
             asked = decision.facts.model
             assert len(self._models()) <= 1 or asked is None or known.model in {None, asked}
@@ -276,12 +278,12 @@ class Books(RuleBasedStateMachine):
         assert None in {left.model, right.model} or left.model == right.model
 
     def _judge_repetition(self, decision: Decision, ready: list[Endpoint], failed: frozenset[RankKey]) -> None:  # I8
-        repeated = sum(_is_failed(p.endpoint, p.rank, failed) for p in decision.placements)
+        repeated = sum(self._is_failed(p.endpoint, p.rank, failed) for p in decision.placements)
         asked = decision.facts.model if len(self._models()) > 1 else None
         ready = [e for e in ready if asked in {None, e.model}]
-        regular = [_is_failed(e, None, failed) for e in ready if e.role is Role.REGULAR]
+        regular = [self._is_failed(e, None, failed) for e in ready if e.role is Role.REGULAR]
         pairs = [
-            _is_failed(p, None, failed) + _is_failed(d, None, failed)
+            self._is_failed(p, None, failed) + self._is_failed(d, None, failed)
             for p, d in itertools.product(ready, ready)
             if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and (p.group, p.model) == (d.group, d.model)
         ]
@@ -295,7 +297,10 @@ class Books(RuleBasedStateMachine):
             assert facts.model not in self._models()
         if isinstance(error, InvalidRank):
             assert (facts.prefill_rank, facts.decode_rank) != (None, None)
-        if isinstance(error, NoReadyPair) and facts.model is None:
+        if isinstance(error, NoReadyPair) and error.message.startswith("rank "):
+            pinned = {facts.prefill_rank, facts.decode_rank}
+            assert any(pinned & (set(range(e.dp_size)) - set(self._ranks(e))) for e in ready), error
+        elif isinstance(error, NoReadyPair) and facts.model is None:
             assert not any(e.role is Role.REGULAR for e in ready)
             assert not any(
                 p.group == d.group and (None in {p.model, d.model} or p.model == d.model)

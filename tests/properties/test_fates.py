@@ -5,6 +5,7 @@ router, fleet and books agree with both. Of a breaker the oracle asks only wheth
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -20,12 +21,14 @@ from pdrouter.core.fleet import Endpoint
 from pdrouter.core.gate import GateOptions
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.line import Place, Waiting
+from pdrouter.core.outcomes import Name
+from pdrouter.core.policies import ENGINE
 from pdrouter.core.request import RequestFacts
-from pdrouter.errors import ClientGone, RouterError, UpstreamClosed
+from pdrouter.errors import ClientGone, ConnectFailed, RouterError, UpstreamClosed
 
 from .test_books import ADDRESSES, BREAKER, Books, Request
 
-ACTS = ("ask", "ask", "ask", "later", "read", "write", "answer", "leave", "break the first", "break the last")
+ACTS = ("ask", "ask", "ask", "later", "read", "write", "answer", "leave", "break the first", "break the last", "refuse")
 MAX_WAITING, MAX_RUNNING, MAX_WAIT_S = 3, 5, 20.0
 
 
@@ -53,24 +56,50 @@ class Fates(Books):
 
     def __init__(self) -> None:
         super().__init__()
-        self.opened_s: dict[str, float] = {}  # since when endpoints have been out, or have been tried since
-        self.tried: set[str] = set()  # those of them that are half-open
-        self.probes: dict[str, int] = {}  # the number of the decision that tries one
-        self.blames: Counter[str] = Counter()  # since it was closed
+        self.opened_s: dict[Name, float] = {}  # since when endpoints and ranks have been out, or tried since
+        self.tried: set[Name] = set()  # those of them that are half-open
+        self.probes: dict[Name, int] = {}  # the number of the decision that tries one
+        self.phases: Counter[Name] = Counter()  # how many each has had
+        self.blames: Counter[Name] = Counter()  # of its present phase
+        self.placed_in: dict[int, dict[Name, int]] = {}  # the phases in which decisions were placed
         self.line: dict[Place[object], Waiter] = {}
 
     # Placing and waiting
 
     def _ask(self, facts: RequestFacts, failed: frozenset[RankKey], *, is_admitted: bool = False) -> Request | None:
         """With each question, those are let in who have been out for long enough."""
-        self.tried |= {a for a, since_s in self.opened_s.items() if since_s + BREAKER.open_s <= self.now_s}
+        for name, since_s in self.opened_s.items():
+            if since_s + BREAKER.open_s <= self.now_s and name not in self.tried:
+                self.tried.add(name)
+                self._begin_phase(name)
         return super()._ask(facts, failed, is_admitted=is_admitted)
 
-    def _ready(self) -> list[Endpoint]:
-        return [e for e in super()._ready() if not self._is_shut(e.address)]
+    def _begin_phase(self, name: Name) -> None:
+        self.phases[name] += 1
+        del self.blames[name]
 
-    def _is_shut(self, address: str) -> bool:
-        return address in self.probes or (address in self.opened_s and address not in self.tried)
+    def _ready(self) -> list[Endpoint]:
+        return [e for e in super()._ready() if not self._is_shut(e.address) and self._ranks(e)]
+
+    def _ranks(self, endpoint: Endpoint) -> list[int]:
+        """Return the ranks that aren't out."""
+        return [rank for rank in super()._ranks(endpoint) if not self._is_shut(RankKey(endpoint.address, rank))]
+
+    def _is_shut(self, name: Name) -> bool:
+        return name in self.probes or (name in self.opened_s and name not in self.tried)
+
+    def _rank_names(self, endpoint: Endpoint) -> list[Name]:
+        """Return the ranks that have a breaker: where there are several, and the router chooses."""
+        is_one = endpoint.dp_size == 1 or self.rank_policy == ENGINE
+        return [] if is_one else [RankKey(endpoint.address, rank) for rank in range(endpoint.dp_size)]
+
+    def _names(self, placement: Placement) -> list[Name]:
+        """Return whom an outcome concerns, of those that are there."""
+        endpoint = self.fleet.get(placement.endpoint.address)
+        if endpoint is None:
+            return []
+        rank = RankKey(endpoint.address, -1 if placement.rank is None else placement.rank)
+        return [endpoint.address, *(name for name in self._rank_names(endpoint) if name == rank)]
 
     def _judge(self, answer: object, facts: RequestFacts, failed: frozenset[RankKey]) -> Request | None:
         """One that must wait does so; nothing is reserved for it."""
@@ -80,9 +109,11 @@ class Fates(Books):
         assert not isinstance(answer, Decision) or len(self.live) < MAX_RUNNING  # I9
         request = super()._judge(answer, facts, failed)
         if request is not None:
-            for address in self.tried.intersection(p.endpoint.address for p in request.decision.placements):
-                assert address not in self.probes, "two probes at once"
-                self.probes[address] = request.decision.number
+            names = [name for placement in request.decision.placements for name in self._names(placement)]
+            self.placed_in[request.decision.number] = {name: self.phases[name] for name in names}
+            for name in self.tried.intersection(names):
+                assert name not in self.probes, "two probes at once"
+                self.probes[name] = request.decision.number
         return request
 
     def _wait_for_turn(self, told: MustWait, facts: RequestFacts, failed: frozenset[RankKey]) -> None:
@@ -133,7 +164,8 @@ class Fates(Books):
         elif act == "leave":
             self._fail(request, None)
         else:
-            self._fail(request, request.decision.placements[0 if act == "break the first" else -1])
+            placement = request.decision.placements[-1 if act == "break the last" else 0]
+            self._fail(request, placement, is_refused=act == "refuse")
 
     def _release(self) -> None:
         """Whoever waits has its turn while there is room, and is placed then without another question."""
@@ -161,16 +193,16 @@ class Fates(Books):
     # How requests end
 
     def _answers(self, request: Request, placement: Placement) -> None:
-        """A leg did well: if it was the probe, its endpoint is in again."""
-        address = placement.endpoint.address
-        if self.probes.get(address) == request.decision.number:
-            self._close(address)
+        """A leg did well: if it was the probe, its endpoint is in again, or its rank."""
+        for name in self._names(placement):
+            if self.probes.get(name) == request.decision.number:
+                self._close(name)
 
-    def _close(self, address: str) -> None:
-        self.probes.pop(address, None)
-        self.opened_s.pop(address, None)
-        self.tried.discard(address)
-        del self.blames[address]
+    def _close(self, name: Name) -> None:
+        self.probes.pop(name, None)
+        self.opened_s.pop(name, None)
+        self.tried.discard(name)
+        self._begin_phase(name)
 
     @rule(request=Books.requests)
     def see_first_token(self, request: Request) -> None:
@@ -194,14 +226,16 @@ class Fates(Books):
                 self._answers(request, placement)
         super().settle(request)
 
-    @rule(request=Books.requests, leg=st.sampled_from([None, 0, -1]))
-    def fail(self, request: Request, leg: int | None) -> None:
+    @rule(request=Books.requests, leg=st.sampled_from([None, 0, -1]), is_refused=st.booleans())
+    def fail(self, request: Request, leg: int | None, is_refused: bool) -> None:
         """A request fails by one of its engines, or by nobody's fault, though it may have ended before."""
-        self._fail(request, None if leg is None else request.decision.placements[leg])
+        self._fail(request, None if leg is None else request.decision.placements[leg], is_refused=is_refused)
 
-    def _fail(self, request: Request, at_fault: Placement | None) -> None:
+    def _fail(self, request: Request, at_fault: Placement | None, *, is_refused: bool = False) -> None:
         decision = request.decision
         error: RouterError = ClientGone("gone") if at_fault is None else UpstreamClosed("closed")
+        if at_fault is not None and is_refused:
+            error = ConnectFailed("refused")
         before = self._open()
         assert self.router.settle(decision, self.now_s, error, at_fault) is not request.is_settled  # I2
         opened = self._open() - before
@@ -210,33 +244,52 @@ class Fates(Books):
             return
         self.live.remove(request)
         request.is_settled = True
-        freed = {address for address, number in self.probes.items() if number == decision.number}
-        for address in freed:
-            del self.probes[address]
-        if at_fault is None:
-            assert not opened
-        else:
-            self._blamed(at_fault.endpoint.address, opened, was_probe=at_fault.endpoint.address in freed)
+        freed = {name for name, number in self.probes.items() if number == decision.number}
+        for name in freed:
+            del self.probes[name]
+        blamed = [] if at_fault is None else self._names(at_fault)[: 1 if is_refused else None]
+        assert opened <= set(blamed)
+        for name in blamed:
+            placed_in = self.placed_in[decision.number].get(name)
+            if placed_in == self.phases[name]:
+                self._blamed(name, is_opened=name in opened, was_probe=name in freed)
+            else:
+                assert name not in opened, "what was placed in another phase counts"
 
-    def _blamed(self, address: str, opened: set[str], *, was_probe: bool) -> None:
+    def _blamed(self, name: Name, *, is_opened: bool, was_probe: bool) -> None:
         """Only whoever is to blame is taken out: after enough failures, or by that of a probe."""
-        self.blames[address] += 1
-        assert opened <= {address}
-        assert not was_probe or opened
-        if opened:
-            assert was_probe or (address not in self.opened_s and self.blames[address] >= BREAKER.failure_threshold)
-            self.opened_s[address] = self.now_s
-            self.tried.discard(address)
+        self.blames[name] += 1
+        assert not was_probe or is_opened
+        if is_opened:
+            assert was_probe or (name not in self.opened_s and self.blames[name] >= BREAKER.failure_threshold)
+            self.opened_s[name] = self.now_s
+            self.tried.discard(name)
+            self._begin_phase(name)
 
-    def _open(self) -> set[str]:
+    def _open(self) -> set[Name]:
         phase = self.router.outcomes.breakers.phase
-        return {address for address in self.fleet if phase(address) is Phase.OPEN}
+        return {name for name in self._watched() if phase(name) is Phase.OPEN}
+
+    def _watched(self) -> Sequence[Name]:
+        """Return all that have a breaker."""
+        return [*self.fleet, *(name for endpoint in self.fleet.values() for name in self._rank_names(endpoint))]
 
     @rule(address=ADDRESSES)
     def leave(self, address: str) -> None:
         """An endpoint is gone, with what was known of its failures."""
-        self._close(address)
+        before = self._watched()
         super().leave(address)
+        self._forget(before)
+
+    def _put(self, endpoint: Endpoint) -> None:
+        """One that is described with fewer ranks has no breakers for the others."""
+        before = self._watched()
+        super()._put(endpoint)
+        self._forget(before)
+
+    def _forget(self, before: Sequence[Name]) -> None:
+        for name in set(before) - set(self._watched()):
+            self._close(name)
 
     # What holds after every step
 
@@ -244,10 +297,15 @@ class Fates(Books):
     def fleet_and_breakers_agree(self) -> None:  # I6
         """Whoever is out is out for a reason that the oracle knows, and can't be found; whoever isn't can."""
         for address in self.fleet:
-            is_ready = address not in self.out and not self._is_shut(address)
+            endpoint = self.fleet[address]
+            is_ready = endpoint in self._ready()
             assert self.router.fleet.is_ready(address) == is_ready
-            site = self.router.work.sites.get(address)
-            assert site is None or site.is_ready == is_ready
+            ranks = self._ranks(endpoint)
+            assert [rank.key.rank for rank in self.router.load.usable[address].ranks] == ranks
+            for worker in self.router.work.sites[address].workers if address in self.router.work.sites else ():
+                key = worker.load.key
+                assert worker.is_ready == (is_ready and key.rank in ranks)
+                assert (self.router.fleet.why_out(key) is None) == (key.rank in ranks)
 
     @invariant()
     def queue_and_outcomes_are_bounded(self) -> None:  # I9
@@ -259,7 +317,7 @@ class Fates(Books):
         assert len(admission) == len(self.line) <= MAX_WAITING
         assert admission.waiting_bytes == sum(waiter.facts.prompt_bytes for waiter in self.line.values())
         assert outcomes._attempts.keys() <= self.router.live.keys()
-        assert outcomes.breakers._breakers.keys() == self.fleet.keys()
+        assert outcomes.breakers._breakers.keys() == set(self._watched())
         assert len(outcomes.breakers._due) == len(self._open())
 
     def teardown(self) -> None:

@@ -39,6 +39,14 @@ async def test_a_status_hits_its_path_a_number_of_times(client: Any, emulator: E
     assert (await client.send(emulator.url, "/health")).status == 200
 
 
+async def test_one_rank_alone(client: Any, emulator: Emulator) -> None:
+    """Only requests that name it are hit; those that leave the rank to the engine aren't."""
+    await set_fault(client, emulator, kind="status", status=500, path="/generate", rank=1, times=2)
+    for rank, status in ((0, 200), (1, 500), (None, 200), (1, 500), (1, 200)):
+        assert (await client.send(emulator.url, "/generate", GENERATE | {"routed_dp_rank": rank})).status == status
+    assert emulator.snapshot().requests_by_rank == [2, 1]
+
+
 async def test_slow(client: Any, emulator: Emulator) -> None:
     """Waits before anything else."""
     await set_fault(client, emulator, kind="slow", seconds=0.05)

@@ -5,10 +5,12 @@ from random import Random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdrouter.config import Settings
 from pdrouter.core import events
 from pdrouter.core.load import RankReport
 from pdrouter.core.router import Router
 from pdrouter.core.shadow import Result, ShadowOptions
+from pdrouter.errors import UpstreamClosed
 from pdrouter.telemetry.metrics import CONTENT_TYPE, Metrics
 from tests.core.builders import decide, decode, facts, make_options, make_router, prefill
 
@@ -91,6 +93,25 @@ def test_readiness_and_departure() -> None:
     assert value(metrics, "pdrouter_endpoint_ready", endpoint=D, role="decode") == 1
     router.observe(events.EndpointLeft(P), 2.0)
     assert not [key for key in samples(metrics) if ("endpoint", P) in key[1]]
+
+
+def test_ranks_that_are_out() -> None:
+    """By themselves or with their endpoint; what breakers do is counted."""
+    router = make_pair()
+    metrics = Metrics(router)
+    for number in range(2 * Settings().cb_failure_threshold):
+        decision = decide(router, facts(decode_rank=number % 2), 1.0)
+        error = UpstreamClosed("closed") if number % 2 else None
+        router.settle(decision, 1.0, error, decision.decode if number % 2 else None)
+
+    def ready(address: str, role: str) -> list[float | None]:
+        return [value(metrics, "pdrouter_rank_ready", endpoint=address, role=role, rank=rank) for rank in "01"]
+
+    assert (ready(P, "prefill"), ready(D, "decode")) == ([1, 1], [1, 0])
+    assert value(metrics, "pdrouter_endpoint_ready", endpoint=D, role="decode") == 1
+    assert value(metrics, "pdrouter_breakers_total", event="opened") == 1
+    router.observe(events.ReadinessChanged(P, "down"), 2.0)
+    assert ready(P, "prefill") == [0, 0]
 
 
 def test_what_was_no_report_is_counted() -> None:

@@ -78,6 +78,7 @@ def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: M
         pairs_lists=traits.pairs_lists,
         pairs_copies=traits.pairs_copies,
         reads_prompts=traits.reads_prompts,
+        takes_ranks=traits.takes_ranks,
         reports_lag=traits.reports_lag,
         tells_transfer=traits.tells_transfer,
     )

@@ -8,7 +8,6 @@ which it was placed: what was sent before the breaker opened tells nothing of ho
 The moment is an argument; who is ready is the fleet's, which is told by ``Readiness`` values.
 """
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 from enum import StrEnum
@@ -99,6 +98,8 @@ class Breakers(Generic[K]):
 
     What returns a ``Readiness`` wants the fleet to be told at once, so that nothing is placed in between; ``due`` is
     asked at ``wake_at_s``. ``counts`` says how often they opened, closed and were probed. Unknown ones are let through.
+    ``epoch`` is that of the phase begun last: those of later phases are greater. ``disturbed`` are those with failures
+    since their last success, or not closed.
     """
 
     def __init__(self, options: BreakerOptions) -> None:
@@ -106,29 +107,29 @@ class Breakers(Generic[K]):
         self._options = options
         self._breakers: dict[K, _Breaker[K]] = {}
         self._due: ChangingHeap[K] = ChangingHeap()
-        self._disturbed: set[K] = set()  # those with failures of late, or not closed
-        self._epochs = itertools.count()
+        self.disturbed: set[K] = set()
+        self.epoch = 0
 
     @property
     def is_calm(self) -> bool:
         """Whether all are closed and none has failed since its last success."""
-        return not self._disturbed
+        return not self.disturbed
 
-    def attempt(self, key: K) -> Attempt[K]:
-        """Return an attempt that was placed while all was calm."""
+    def attempt(self, key: K, epoch: int) -> Attempt[K]:
+        """Return an attempt of which nothing was kept but ``epoch`` as it was when it was placed."""
         breaker = self._breakers.get(key)
-        is_counted = breaker is not None and breaker.phase is Phase.CLOSED
+        is_counted = breaker is not None and breaker.phase is Phase.CLOSED and breaker.epoch <= epoch
         return Attempt(key, breaker.epoch if breaker is not None and is_counted else _NO_EPOCH, is_probe=False)
 
     def add(self, key: K) -> None:
         """Watch an endpoint or rank from now on; one that is watched stays as it is."""
         if key not in self._breakers:
-            self._breakers[key] = _Breaker(self._options, next(self._epochs))
+            self._breakers[key] = _Breaker(self._options, self._next_epoch())
 
     def remove(self, key: K) -> None:
         """Forget it; attempts that are under way there count no more."""
         breaker = self._breakers.pop(key, None)
-        self._disturbed.discard(key)
+        self.disturbed.discard(key)
         if breaker is not None and breaker.due is not None:
             self._due.drop(breaker.due)
 
@@ -156,13 +157,13 @@ class Breakers(Generic[K]):
             return None
         breaker.failed_at_s.clear()
         if breaker.phase is Phase.CLOSED:
-            self._disturbed.discard(attempt.key)
+            self.disturbed.discard(attempt.key)
             return None
         breaker.probe = None
         breaker.successes += 1
         if breaker.successes >= self._options.success_threshold:
-            breaker.enter(Phase.CLOSED, next(self._epochs))
-            self._disturbed.discard(attempt.key)
+            breaker.enter(Phase.CLOSED, self._next_epoch())
+            self.disturbed.discard(attempt.key)
             self.counts["closed"] += 1
         return Readiness(attempt.key, None)
 
@@ -172,7 +173,7 @@ class Breakers(Generic[K]):
         if breaker is None:
             return None
         breaker.cause = cause
-        self._disturbed.add(attempt.key)
+        self.disturbed.add(attempt.key)
         times = breaker.failed_at_s
         times.append(now_s)
         is_in_window = now_s - times[0] <= self._options.window_s
@@ -196,7 +197,7 @@ class Breakers(Generic[K]):
             breaker = self._breakers[key]
             self._due.drop(self._due.top())
             breaker.due = None
-            breaker.enter(Phase.HALF_OPEN, next(self._epochs))
+            breaker.enter(Phase.HALF_OPEN, self._next_epoch())
             self.counts["half_opened"] += 1
             changes.append(Readiness(key, None))
         return changes
@@ -219,12 +220,16 @@ class Breakers(Generic[K]):
         """Take it out until ``open_s`` from now."""
         times = len(breaker.failed_at_s)
         was_probed = breaker.phase is Phase.HALF_OPEN
-        breaker.enter(Phase.OPEN, next(self._epochs))
+        breaker.enter(Phase.OPEN, self._next_epoch())
         what = "a probe failed" if was_probed else f"{times} failures in a row"
         breaker.cause = f"{what}: {breaker.cause}"
         breaker.due = self._due.put(now_s + self._options.open_s, key)
         self.counts["opened"] += 1
         return Readiness(key, self._reason(breaker))
+
+    def _next_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
 
     def _reason(self, breaker: _Breaker[K]) -> str | None:
         if breaker.phase is Phase.OPEN:

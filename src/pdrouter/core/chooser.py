@@ -18,8 +18,9 @@ from pdrouter.core.policies import ENGINE, RANK_POLICIES, pair_policy
 from pdrouter.core.policies.base import Policy, PolicyOptions, Question
 from pdrouter.core.policies.least_work import AVOIDED_S, LeastWork, Offer, PairOffer
 from pdrouter.core.policies.pairs import PairPick, grouped
+from pdrouter.core.reasons import why_no_rank
 from pdrouter.core.request import PAIRED
-from pdrouter.errors import InvalidRank
+from pdrouter.errors import InvalidRank, NoReadyPair
 
 _COST_S = attrgetter("cost_s")
 
@@ -28,6 +29,7 @@ PolicyTable = Mapping[str, Callable[[PolicyOptions], Policy]]
 
 _ONLY_ENDPOINT = Why("single", "the only endpoint")
 _ONLY_RANK = Why("single", "the only rank")
+_ONLY_READY_RANK = Why("single", "the only rank that is ready")
 _CLIENTS_RANK = Why("client", "the client's own rank")
 _WITH_THE_ENDPOINT = Why(LeastWork.name, "chosen with the endpoint")
 _ENGINES_RANK = Why(ENGINE, "left to the engine")
@@ -72,7 +74,8 @@ class Chooser:
         made: PolicyOptions,
     ) -> None:
         self._fleet = fleet
-        self._loads = load.endpoints
+        self._loads = load.usable
+        self._whole = load.endpoints
         self._policies: dict[Role, Policy] = {role: table[name](made) for role, name in names.items()}
         self._rank_policies: dict[Role, Policy] = (
             {} if rank_policy == ENGINE else {role: RANK_POLICIES[rank_policy](made) for role in Role}
@@ -92,7 +95,7 @@ class Chooser:
         """Return where a request is to run; ``ways`` are those that are open, the question's role that of the first.
 
         Of several ways ``least_work`` takes the fastest, other policies the first.
-        Raises: InvalidRank.
+        Raises: InvalidRank; NoReadyPair if the client's own rank is out.
         """
         facts = question.facts
         is_free = facts.prefill_rank is None and facts.decode_rank is None
@@ -100,6 +103,9 @@ class Chooser:
         choice = _offered(question, offers) if offers else self._by_policies(question, model, ways)
         decode = choice.decode.load.endpoint
         self._fleet.check_pair(decode if choice.prefill is None else choice.prefill.load.endpoint, decode)  # I6
+        if self._fleet.ranks_out:
+            for spot in choice.spots:
+                self._fleet.check_rank(_key(spot.load, spot.rank))
         return choice
 
     def _offers(self, question: Question, model: str | None, ways: Sequence[Way]) -> Sequence[PairOffer]:
@@ -121,7 +127,7 @@ class Chooser:
             if not _repeats(question, choice):  # I8
                 break
             asked = msgspec.structs.replace(question, role=ROLE_OF[way], scope=(ROLE_OF[way], model or ""))
-            with suppress(InvalidRank):
+            with suppress(InvalidRank, NoReadyPair):
                 choice = min(choice, self._in_way(asked, model, way), key=partial(_repeats, question))
         return choice
 
@@ -149,8 +155,8 @@ class Chooser:
 
         held = cached.get(_key(prefill, prefill_rank), 0)
         return Choice(
-            Spot(prefill, prefill_rank, prefill_why, prefill_rank_why, held),
-            Spot(decode, decode_rank, decode_why, decode_rank_why, 0),
+            Spot(self._whole[prefill.key], prefill_rank, prefill_why, prefill_rank_why, held),
+            Spot(self._whole[decode.key], decode_rank, decode_why, decode_rank_why, 0),
             held,
         )
 
@@ -159,7 +165,8 @@ class Chooser:
         ready, rank = self._fleet.ready(Role.PREFILL, model), question.facts.decode_rank
         if rank is None:
             return ready
-        return [p for p in ready if any(rank < d.dp_size for d in self._fleet.partners(p, model))] or ready
+        loads = self._loads
+        return [p for p in ready if any(_has(loads[d.address], rank) for d in self._fleet.partners(p, model))] or ready
 
     def _alone(self, question: Question, model: str | None) -> Choice:
         """Return one endpoint of the question's role that does it all."""
@@ -174,7 +181,7 @@ class Chooser:
             why = msgspec.structs.replace(why, rule=rule, is_notable=True)
         rank, rank_why = self._rank(question, worker, rank_wanted)
         held = cached.get(_key(worker, rank), 0)
-        return Choice(None, Spot(worker, rank, why, rank_why, held), held)
+        return Choice(None, Spot(self._whole[worker.key], rank, why, rank_why, held), held)
 
     def _both(self, question: Question, prefills: Sequence[EndpointLoad], model: str | None) -> PairPick | None:
         """Return both endpoints where one policy chooses them together."""
@@ -194,9 +201,7 @@ class Chooser:
         repeated = [
             _is_avoided(question, p, mine)
             + all(
-                _is_avoided(question, d, theirs)
-                for d in self._partners(p, model)
-                if theirs is None or theirs < d.endpoint.dp_size
+                _is_avoided(question, d, theirs) for d in self._partners(p, model) if theirs is None or _has(d, theirs)
             )
             for p in prefills
         ]
@@ -213,7 +218,7 @@ class Chooser:
         if wanted is not None:
             return wanted, _CLIENTS_RANK
         if len(load.ranks) == 1:
-            return 0, _ONLY_RANK
+            return load.ranks[0].key.rank, _ONLY_RANK if load.endpoint.dp_size == 1 else _ONLY_READY_RANK
         policy = self._rank_policies.get(question.role)
         if policy is None:
             return None, _ENGINES_RANK
@@ -233,14 +238,17 @@ class Chooser:
         return ranks[pick.index].key.rank, pick.why.with_chosen(pick.index)
 
     def _with_rank(self, pool: Sequence[Endpoint], rank: int | None, role: Role) -> list[EndpointLoad]:
-        loads = self._loads
+        loads = [self._loads[e.address] for e in pool]
         if rank is None:
-            return [loads[e.address] for e in pool]
-        having = [loads[e.address] for e in pool if 0 <= rank < e.dp_size]
+            return loads
+        having = [e for e in pool if 0 <= rank < e.dp_size]
         if not having:
             largest = max(e.dp_size for e in pool)
             raise InvalidRank(f"data-parallel rank {rank} isn't there: {role} endpoints have 0 to {largest - 1}")
-        return having
+        able = [load for load in loads if _has(load, rank)]
+        if not able:
+            raise NoReadyPair(why_no_rank(self._fleet, role, having, rank))
+        return able
 
 
 def _allowed(question: Question, candidates: list[EndpointLoad], rank: int | None) -> list[EndpointLoad]:
@@ -248,6 +256,11 @@ def _allowed(question: Question, candidates: list[EndpointLoad], rank: int | Non
     if not question.avoid:
         return candidates
     return [load for load in candidates if not _is_avoided(question, load, rank)] or candidates
+
+
+def _has(load: EndpointLoad, rank: int) -> bool:
+    """Whether an endpoint has a rank that isn't out."""
+    return any(own.key.rank == rank for own in load.ranks)
 
 
 def _is_avoided(question: Question, load: EndpointLoad, rank: int | None) -> bool:

@@ -130,12 +130,13 @@ class Decision:
     ``number`` is ours and unique; the client's id is a label in ``facts``. ``grown_at_s`` is when its answer was last
     seen to grow, ``shadowed`` what a policy that looks on would have chosen. ``insert`` is the number of its prompt in
     the prefix index, ``prefix_is_read`` says that what the index predicted had been read by then. ``prefill_took_s`` is
-    how long its prompt took, while that is worth learning from.
+    how long its prompt took, while that is worth learning from. ``epoch`` is that of the breakers when it was placed.
     """
 
     __slots__ = (
         "decided_at_s",
         "decode",
+        "epoch",
         "facts",
         "first_token_at_s",
         "grown_at_s",
@@ -151,6 +152,7 @@ class Decision:
         "state",
         "usage",
     )
+    epoch: int  # set when it is placed
 
     def __init__(
         self,

@@ -3,18 +3,25 @@
 It knows nothing of load (``load.py``). Identity is the address, so that an endpoint described anew stays itself.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
+from pdrouter.core.ledger import RankKey
 from pdrouter.core.request import RequestFacts, Task
 from pdrouter.errors import InvariantViolation
 
 HEALTH = "health"
 BREAKER = "breaker"
 DRAIN = "drain"
-"""Who may take an endpoint out: its health checks, its breaker, whoever wants it to take nothing new."""
+"""Who may take an endpoint or a rank out: health checks, its breaker, whoever wants it to take nothing new."""
+
+RANKS = "ranks"
+"""Who takes an endpoint out while each of its ranks is out by itself."""
+
+_MAX_NAMED = 4
+"""Ranks whose reasons are told where all are out."""
 
 
 class Role(StrEnum):
@@ -36,8 +43,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     transport listens, ``kv_engine_ids`` what that calls its ranks.
     ``pair_tasks`` are those that its engine does in two legs; ``pairs_lists`` says that it does so for a list of
     prompts, ``pairs_copies`` for several answers to one, ``reads_prompts`` that a decode endpoint can do the whole task
-    alone, ``reports_lag`` that its load reports may show work later than they say, ``tells_transfer`` that a decode
-    endpoint counts as cached what came from a prefill.
+    alone, ``takes_ranks`` that a request runs on the rank that it names, ``reports_lag`` that its load reports may show
+    work later than they say, ``tells_transfer`` that a decode endpoint counts as cached what came from a prefill.
     """
 
     address: str
@@ -61,6 +68,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     pairs_lists: bool = True
     pairs_copies: bool = True
     reads_prompts: bool = False
+    takes_ranks: bool = True
     reports_lag: bool = False
     tells_transfer: bool = False
 
@@ -118,13 +126,17 @@ class Disaggregation(StrEnum):
 
 
 class Fleet:
-    """All endpoints by address, with the reason why those out are out."""
+    """All endpoints by address, with the reason why those out are out.
+
+    ``ranks_out`` are, by address, the ranks that are out by themselves; an endpoint without any isn't in it.
+    """
 
     def __init__(self, disaggregation: Disaggregation) -> None:
+        self.ranks_out: dict[str, Sequence[int]] = {}
         self._disaggregation = disaggregation
         self._ways: dict[tuple[str | None, Task, bool, bool, bool], tuple[Way, ...]] = {}
         self._endpoints: dict[str, Endpoint] = {}
-        self._out: dict[str, dict[str, str]] = {}
+        self._out: dict[str | RankKey, dict[str, str]] = {}
         self._alone: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._ready: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._partners: dict[tuple[str, str | None], tuple[Endpoint, ...]] = {}
@@ -145,34 +157,38 @@ class Fleet:
         if endpoint.address not in self._endpoints and out is not None:
             self._out[endpoint.address] = {HEALTH: out}
         self._endpoints[endpoint.address] = endpoint
+        for rank in self.ranks_out.get(endpoint.address, ()):
+            if rank >= endpoint.dp_size:
+                del self._out[RankKey(endpoint.address, rank)]
+        self._judge_ranks(endpoint)
         self._forget_pools()
 
     def remove(self, address: str) -> None:
         """Forget an endpoint."""
         self._endpoints.pop(address, None)
         self._out.pop(address, None)
+        for rank in self.ranks_out.pop(address, ()):
+            del self._out[RankKey(address, rank)]
         self._forget_pools()
 
-    def set_ready(self, address: str, out: str | None, source: str = HEALTH) -> None:
-        """Let a source take an endpoint out, with the reason, or not any more (``None``); it is in when none does."""
-        if address not in self._endpoints:
-            return
-        reasons = self._out.setdefault(address, {})
-        if out is None:
-            reasons.pop(source, None)
-        else:
-            reasons[source] = out
-        if not reasons:
-            del self._out[address]
-        self._forget_pools()
+    def set_ready(self, key: str | RankKey, out: str | None, source: str = HEALTH) -> None:
+        """Let a source take an endpoint or a rank out, with the reason, or not any more (``None``).
 
-    def why_out(self, address: str, source: str | None = None) -> str | None:
-        """Return why an endpoint can't be used, by one source or all, ``None`` if it is ready."""
-        reasons = self._out.get(address, {})
+        A rank is in when no source takes it out; an endpoint, when one of its ranks is in as well.
+        """
+        endpoint = self._endpoints.get(key if isinstance(key, str) else key.endpoint)
+        if endpoint is not None and (isinstance(key, str) or key.rank < endpoint.dp_size):
+            self._note(key, out, source)
+            self._judge_ranks(endpoint)
+            self._forget_pools()
+
+    def why_out(self, key: str | RankKey, source: str | None = None) -> str | None:
+        """Return why an endpoint, or a rank by itself, can't be used, by one source or all; ``None`` if it can."""
+        reasons = self._out.get(key, {})
         return "; ".join(reasons.values()) or None if source is None else reasons.get(source)
 
     def is_ready(self, address: str) -> bool:
-        """Whether an endpoint takes requests."""
+        """Whether an endpoint takes requests, on some rank at least."""
         return address in self._endpoints and address not in self._out
 
     def ready(self, role: Role, model: str | None) -> tuple[Endpoint, ...]:
@@ -224,6 +240,38 @@ class Fleet:
                 raise InvariantViolation(f"{endpoint.address} was chosen though it isn't ready")
         if prefill is not decode and not prefill.pairs_with(decode):
             raise InvariantViolation(f"{prefill.address} and {decode.address} can't be paired")
+
+    def check_rank(self, key: RankKey) -> None:
+        """Hold I6 for the rank of a leg.
+
+        Raises: InvariantViolation when it isn't ready.
+        """
+        if key in self._out:
+            raise InvariantViolation(f"rank {key.rank} of {key.endpoint} was chosen though it isn't ready")
+
+    def _note(self, key: str | RankKey, out: str | None, source: str) -> None:
+        reasons = self._out.setdefault(key, {})
+        if out is None:
+            reasons.pop(source, None)
+        else:
+            reasons[source] = out
+        if not reasons:
+            del self._out[key]
+
+    def _judge_ranks(self, endpoint: Endpoint) -> None:
+        """See which ranks are out by themselves; while all are, their endpoint is."""
+        address = endpoint.address
+        keys = [key for rank in range(endpoint.dp_size) if (key := RankKey(address, rank)) in self._out]
+        if keys:
+            self.ranks_out[address] = [key.rank for key in keys]
+        else:
+            self.ranks_out.pop(address, None)
+        self._note(address, self._name_ranks(keys) if len(keys) == endpoint.dp_size else None, RANKS)
+
+    def _name_ranks(self, keys: Sequence[RankKey]) -> str:
+        causes = [f"rank {key.rank} {self.why_out(key)}" for key in keys[:_MAX_NAMED]]
+        more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+        return f"all its ranks are out: {', '.join(causes)}{more}"
 
     def _find_ways(self, model: str | None, facts: RequestFacts) -> Iterator[Way]:
         task = facts.task

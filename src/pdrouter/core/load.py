@@ -6,7 +6,7 @@ has been settled since is taken back. A report older than ``report_max_age_s`` h
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -214,10 +214,11 @@ class EndpointLoad:
 
 
 class LoadView:
-    """All load, by endpoint, kept over changes of readiness and description."""
+    """All load, by endpoint, kept over changes of readiness and description; ``usable``: without ranks that are out."""
 
     def __init__(self, *, report_max_age_s: float, visible_delay_s: float, history_events: int) -> None:
         self.endpoints: dict[str, EndpointLoad] = {}
+        self.usable: dict[str, EndpointLoad] = {}
         self.rejected_reports: dict[str, int] = {}
         self._report_max_age_s = report_max_age_s
         self._visible_delay_s = visible_delay_s
@@ -239,10 +240,20 @@ class LoadView:
             rank_load.drop()
         del ranks[endpoint.dp_size :]
         unassigned = known.unassigned if known else self._account(endpoint, UNASSIGNED)
-        self.endpoints[endpoint.address] = EndpointLoad(endpoint, ranks, unassigned)
+        load = EndpointLoad(endpoint, ranks, unassigned)
+        self.endpoints[endpoint.address] = self.usable[endpoint.address] = load
+
+    def leave_out(self, address: str, ranks: Collection[int]) -> None:
+        """Let these ranks of an endpoint not be found among the usable."""
+        load = self.endpoints[address]
+        if ranks:
+            rest = [rank for rank in load.ranks if rank.key.rank not in ranks]
+            load = EndpointLoad(load.endpoint, rest, load.unassigned)
+        self.usable[address] = load
 
     def remove(self, address: str) -> None:
         """Forget an endpoint; legs that still run on it settle on accounts that nobody reads."""
+        self.usable.pop(address, None)
         gone = self.endpoints.pop(address, None)
         for rank in gone.ranks if gone else ():
             rank.drop()

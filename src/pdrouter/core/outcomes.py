@@ -1,5 +1,7 @@
-"""Tells each endpoint's breaker how the legs that it was given ended, and the router whom to take out or let in.
+"""Tells each endpoint's and each rank's breaker how its legs ended, and the router whom to take out or let in.
 
+A leg counts for its endpoint and for its rank: a rank that fails alone opens alone, as its neighbours' answers break
+the endpoint's row. Ranks have breakers where there are several, and requests run on the one that they name.
 While no breaker has seen a failure lately nothing is kept of a request: that it succeeded changes nothing.
 """
 
@@ -7,18 +9,46 @@ from collections.abc import Callable
 
 from pdrouter.core.breaker import Attempt, Breakers, Readiness
 from pdrouter.core.decision import Decision, Placement
-from pdrouter.errors import RouterError
+from pdrouter.core.fleet import Endpoint
+from pdrouter.core.ledger import RankKey
+from pdrouter.errors import ConnectFailed, RouterError
+
+Name = str | RankKey
+"""An endpoint's address, or a rank."""
 
 _MAX_CAUSE_CHARS = 200
 
 
 class Outcomes:
-    """``change`` is called with whatever the fleet must know at once."""
+    """``change`` is called with whatever the fleet must know at once; ``names_ranks``: requests name their ranks."""
 
-    def __init__(self, breakers: Breakers[str], change: Callable[[Readiness[str], float], None]) -> None:
+    def __init__(
+        self, breakers: Breakers[Name], change: Callable[[Readiness[Name], float], None], *, names_ranks: bool
+    ) -> None:
         self.breakers = breakers
         self._change = change
-        self._attempts: dict[int, dict[Placement, Attempt[str]]] = {}  # of live decisions
+        self._names_ranks = names_ranks
+        self._ranks: dict[str, int] = {}  # that have a breaker
+        self._attempts: dict[int, dict[Placement, list[Attempt[Name]]]] = {}  # of live decisions
+
+    def watch(self, endpoint: Endpoint, now_s: float) -> None:
+        """Have a breaker for an endpoint and for each of its ranks, as it describes itself now."""
+        address = endpoint.address
+        has_ranks = self._names_ranks and endpoint.takes_ranks and endpoint.dp_size > 1
+        before, ranks = self._ranks.get(address, 0), endpoint.dp_size if has_ranks else 0
+        self._ranks[address] = ranks
+        self.breakers.add(address)
+        for rank in range(ranks):
+            self.breakers.add(RankKey(address, rank))
+        for rank in range(ranks, before):
+            self.breakers.remove(RankKey(address, rank))
+            self._change(Readiness(RankKey(address, rank), None), now_s)
+
+    def forget(self, address: str) -> None:
+        """An endpoint is gone."""
+        self.breakers.remove(address)
+        for rank in range(self._ranks.pop(address, 0)):
+            self.breakers.remove(RankKey(address, rank))
 
     def tick(self, now_s: float) -> None:
         """Let those in that have been out for long enough."""
@@ -28,34 +58,55 @@ class Outcomes:
 
     def placed(self, decision: Decision, now_s: float) -> None:
         """A request was placed; where a breaker is half-open it is the probe."""
-        if self.breakers.is_calm:
+        breakers = self.breakers
+        decision.epoch = breakers.epoch
+        if not breakers.disturbed:  # is_calm, without a call
             return
         attempts = self._attempts[decision.number] = {}
         for placement in decision.placements:
-            attempts[placement], readiness = self.breakers.placed(placement.endpoint.address)
-            self._tell(readiness, now_s)
+            tried = attempts[placement] = []
+            for name in _names(placement):
+                attempt, readiness = breakers.placed(name)
+                tried.append(attempt)
+                self._tell(readiness, now_s)
 
     def went_well(self, decision: Decision, placement: Placement, now_s: float) -> None:
         """A leg has brought what it is for, or begun to: no probe waits for the end of a long answer."""
         if self._attempts and (attempts := self._attempts.get(decision.number)) is not None:
-            tried = attempts.pop(placement, None)
-            if tried is not None:
+            for tried in attempts.pop(placement, ()):
                 self._tell(self.breakers.succeeded(tried), now_s)
 
     def settled(self, decision: Decision, error: RouterError | None, at_fault: Placement | None, now_s: float) -> None:
         """It has ended; ``at_fault`` is the leg whose engine is to blame, if any."""
         attempts = self._attempts.pop(decision.number, {})
-        if at_fault is None and not attempts and (error is not None or self.breakers.is_calm):
+        if at_fault is None and not attempts and (error is not None or not self.breakers.disturbed):
             return
         for placement in decision.placements:
-            tried = attempts.get(placement) or self.breakers.attempt(placement.endpoint.address)
-            if error is None:
-                self._tell(self.breakers.succeeded(tried), now_s)
-            elif placement is at_fault:
-                self._tell(self.breakers.failed(tried, error.message[:_MAX_CAUSE_CHARS], now_s), now_s)
-            else:
-                self._tell(self.breakers.abandoned(tried), now_s)
+            tried = attempts.get(placement)
+            if tried is None:
+                tried = [self.breakers.attempt(name, decision.epoch) for name in _names(placement)]
+            for attempt in tried:
+                self._ended(attempt, error, now_s, is_at_fault=placement is at_fault)
 
-    def _tell(self, readiness: Readiness[str] | None, now_s: float) -> None:
+    def _ended(self, attempt: Attempt[Name], error: RouterError | None, now_s: float, *, is_at_fault: bool) -> None:
+        if error is None:
+            readiness = self.breakers.succeeded(attempt)
+        elif is_at_fault and _tells_of(attempt.key, error):
+            readiness = self.breakers.failed(attempt, error.message[:_MAX_CAUSE_CHARS], now_s)
+        else:
+            readiness = self.breakers.abandoned(attempt)
+        self._tell(readiness, now_s)
+
+    def _tell(self, readiness: Readiness[Name] | None, now_s: float) -> None:
         if readiness is not None:
             self._change(readiness, now_s)
+
+
+def _names(placement: Placement) -> tuple[str, RankKey]:
+    """Return whose breakers a leg concerns; a rank that has none is let through."""
+    return placement.endpoint.address, placement.reservation.account.key
+
+
+def _tells_of(name: Name, error: RouterError) -> bool:
+    """Whether a failure tells of an endpoint or rank: one that couldn't be reached was asked for no rank."""
+    return isinstance(name, str) or not isinstance(error, ConnectFailed)

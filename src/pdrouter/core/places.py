@@ -70,7 +70,8 @@ class Worker:
 
     ``free_at_s``: when what is queued on it will have been read. ``legs``: the prompts that are, the one that is being
     read first; ``queued_s``: the time that all of them take, ``busy_since_s``: when it began with the first.
-    ``share_s``: what its requests and their KV add to a step, at the speed of its profile.
+    ``share_s``: what its requests and their KV add to a step, at the speed of its profile. Only one that ``is_ready``
+    stands in heaps.
     """
 
     __slots__ = (
@@ -78,6 +79,7 @@ class Worker:
         "decode",
         "decode_tier",
         "free_at_s",
+        "is_ready",
         "legs",
         "load",
         "prefill",
@@ -95,6 +97,7 @@ class Worker:
         self.queued_s = 0.0
         self.busy_since_s = 0.0
         self.share_s = 0.0
+        self.is_ready = False
         self.prefill: Entry[Worker] | None = None
         self.decode: Entry[Worker] | None = None
         self.prefill_tier: Tier | None = None
@@ -112,7 +115,6 @@ class Site:
         "endpoint",
         "has_decode",
         "has_prefill",
-        "is_ready",
         "load",
         "peers",
         "pool",
@@ -130,7 +132,6 @@ class Site:
         self.peers = peers
         self.speed = Speed(profile, peers)
         self.workers = [Worker(self, rank) for rank in load.ranks]
-        self.is_ready = False
         self.has_prefill = load.endpoint.role is not Role.DECODE
         self.has_decode = load.endpoint.role is not Role.PREFILL
 

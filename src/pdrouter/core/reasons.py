@@ -6,6 +6,7 @@ It decides nothing; ``router.py`` asks it when there is no way left.
 from collections.abc import Sequence
 
 from pdrouter.core.fleet import Endpoint, Fleet, Role
+from pdrouter.core.ledger import RankKey
 
 _MAX_NAMED = 8
 """Endpoints of a role that are named one by one."""
@@ -31,9 +32,19 @@ def why_nobody(fleet: Fleet, model: str | None) -> str:
     return f"no ready endpoint{of_model} can do this ({len(known)} known)"
 
 
+def why_no_rank(fleet: Fleet, role: Role, having: Sequence[Endpoint], rank: int) -> str:
+    """Return why none of those that have a rank can use it: ``rank 2 of no prefill endpoint is ready (...)``."""
+    causes = [f"{e.address} {fleet.why_out(RankKey(e.address, rank))}" for e in having]
+    return f"rank {rank} of no {role} endpoint is ready ({_named(causes)})"
+
+
 def _lack(fleet: Fleet, role: Role, known: Sequence[Endpoint], of_model: str) -> str:
     if not known:
         return f"no {role} endpoint{of_model} is known"
-    causes = [f"{e.address} {fleet.why_out(e.address)}" for e in known[:_MAX_NAMED]]
-    more = f" and {len(known) - _MAX_NAMED} more" if len(known) > _MAX_NAMED else ""
-    return f"no {role} endpoint{of_model} is ready ({len(known)} known: {'; '.join(causes)}{more})"
+    causes = [f"{e.address} {fleet.why_out(e.address)}" for e in known]
+    return f"no {role} endpoint{of_model} is ready ({len(known)} known: {_named(causes)})"
+
+
+def _named(causes: Sequence[str]) -> str:
+    more = f" and {len(causes) - _MAX_NAMED} more" if len(causes) > _MAX_NAMED else ""
+    return "; ".join(causes[:_MAX_NAMED]) + more

@@ -22,9 +22,9 @@ from pdrouter.core.journal import Journal
 from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.lifecycle import State, advance
 from pdrouter.core.load import LoadView
-from pdrouter.core.outcomes import Outcomes
+from pdrouter.core.outcomes import Name, Outcomes
 from pdrouter.core.outputs import OutputEstimator
-from pdrouter.core.policies import POLICIES
+from pdrouter.core.policies import ENGINE, POLICIES
 from pdrouter.core.policies.base import Ancestors, PolicyOptions, Question, RandomSource
 from pdrouter.core.policies.books import Books
 from pdrouter.core.policies.least_work import LeastWork
@@ -115,9 +115,11 @@ class Router:
         self._is_work_kept = options.uses(LeastWork.name)
         self.drains = DrainRates()
         self.books = Books()
-        breakers: Breakers[str] = Breakers(options.breaker)
+        breakers: Breakers[Name] = Breakers(options.breaker)
         self.outcomes = Outcomes(
-            breakers, lambda change, now_s: self._set_ready(change.key, change.out, BREAKER, now_s)
+            breakers,
+            lambda change, now_s: self._set_ready(change.key, change.out, BREAKER, now_s),
+            names_ranks=options.rank_policy != ENGINE,
         )
         self.entrance = (
             None
@@ -280,7 +282,7 @@ class Router:
                 self._restarted(event.address, now_s)
             case events.EndpointLeft():
                 self.fleet.remove(event.address)
-                self.outcomes.breakers.remove(event.address)
+                self.outcomes.forget(event.address)
                 self.load.remove(event.address)
                 self.work.remove(event.address)
                 self.drains.remove(event.address)
@@ -289,9 +291,17 @@ class Router:
             case _:
                 assert_never(event)
 
-    def _set_ready(self, address: str, out: str | None, source: str, now_s: float) -> None:
-        self.fleet.set_ready(address, out, source)
-        self.work.set_ready(address, now_s, is_ready=self.fleet.is_ready(address))
+    def _set_ready(self, name: Name, out: str | None, source: str, now_s: float) -> None:
+        self.fleet.set_ready(name, out, source)
+        address = name if isinstance(name, str) else name.endpoint
+        if address in self.load.endpoints:
+            self._sort_out(address, now_s)
+
+    def _sort_out(self, address: str, now_s: float) -> None:
+        """Let those ranks of an endpoint be chosen that are in."""
+        ranks_out = self.fleet.ranks_out.get(address, ())
+        self.load.leave_out(address, ranks_out)
+        self.work.set_ready(address, now_s, is_ready=self.fleet.is_ready(address), ranks_out=ranks_out)
 
     def _restarted(self, address: str, now_s: float) -> None:
         """What was learned of its speed stays: it is the same machine."""
@@ -309,13 +319,13 @@ class Router:
             self._describe(endpoint, now_s)
 
     def _describe(self, endpoint: Endpoint, now_s: float) -> None:
-        self.outcomes.breakers.add(endpoint.address)
         self.load.add(endpoint)
         self.drains.add(endpoint.address)
         self._bound_prefixes(endpoint)
         if self._is_work_kept:
-            is_ready = self.fleet.is_ready(endpoint.address)
-            self.work.add(self.load.endpoints[endpoint.address], now_s, is_ready=is_ready)
+            self.work.add(self.load.endpoints[endpoint.address])
+        self.outcomes.watch(endpoint, now_s)
+        self._sort_out(endpoint.address, now_s)
 
     def _bound_prefixes(self, endpoint: Endpoint) -> None:
         """A rank holds no more of prompts than its KV takes, where engine or profile says how much that is."""

@@ -6,7 +6,7 @@ Ranks of one pool and one tier of speed stand in one heap, so that what differs 
 Who searches in here: ``policies/least_work.py``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from pdrouter.core.cost import Profile, prefill_s, queue_s, transfer_s
 from pdrouter.core.fleet import Role
@@ -42,8 +42,8 @@ class WorkIndex:
             return () if domain is None else (domain,)
         return [domain for (_, is_regular), domain in self._domains.items() if is_regular is regular]
 
-    def add(self, load: EndpointLoad, now_s: float, *, is_ready: bool) -> None:
-        """Take in an endpoint, or its new description; what was learned of its speed stays."""
+    def add(self, load: EndpointLoad) -> None:
+        """Take in an endpoint, not ready yet, or its new description; what was learned of its speed stays."""
         endpoint = load.endpoint
         known = self.sites.get(endpoint.address)
         if known is not None:
@@ -59,14 +59,13 @@ class WorkIndex:
             site.inherit(known)
         for worker in site.workers:
             self.workers[worker.load.key] = worker
-        self.set_ready(endpoint.address, now_s, is_ready=is_ready)
 
     def remove(self, address: str) -> None:
         """Forget an endpoint."""
         site = self.sites.pop(address, None)
         if site is None:
             return
-        self._take_out(site)
+        self._take_out(site, site.workers)
         for worker in site.workers:
             self.workers.pop(worker.load.key, None)
         del site.pool.sites[address]
@@ -75,17 +74,16 @@ class WorkIndex:
         if not site.domain.pools:
             del self._domains[site.domain.key]
 
-    def set_ready(self, address: str, now_s: float, *, is_ready: bool) -> None:
-        """Let an endpoint's ranks be found, or not."""
+    def set_ready(self, address: str, now_s: float, *, is_ready: bool, ranks_out: Collection[int]) -> None:
+        """Let an endpoint's ranks be found, but those that are out, or none."""
         site = self.sites.get(address)
         if site is None:
             return
-        site.is_ready = is_ready
-        if is_ready:
-            for worker in site.workers:
-                self._project(worker, now_s)
-        else:
-            self._take_out(site)
+        for worker in site.workers:
+            worker.is_ready = is_ready and worker.load.key.rank not in ranks_out
+        self._take_out(site, [worker for worker in site.workers if not worker.is_ready])
+        for worker in site.workers:
+            self._project(worker, now_s)
 
     # What happens to a rank; nothing where its endpoint isn't kept here.
 
@@ -208,9 +206,7 @@ class WorkIndex:
 
     def _place(self, worker: Worker) -> None:
         site = worker.site
-        if not site.is_ready:
-            return
-        if site.has_prefill:
+        if site.has_prefill and worker.is_ready:
             self._place_prefill(worker, site)
         if site.has_decode:
             self._place_decode(worker, site)
@@ -230,6 +226,8 @@ class WorkIndex:
         profile = site.profile
         tokens, requests = worker.load.comparable()
         worker.share_s = profile.step_request_s * requests + profile.step_kv_token_s * tokens
+        if not worker.is_ready:  # those beside it may step together with it
+            return
         tier = worker.decode_tier
         if tier is None or worker.decode is None or tier.pace.speed_class != site.speed.decode_class:
             self._leave_decode(worker, site)
@@ -260,8 +258,8 @@ class WorkIndex:
             _leave(site.pool.decode, worker.decode_tier, worker.decode)
         worker.decode = worker.decode_tier = None
 
-    def _take_out(self, site: Site) -> None:
-        for worker in site.workers:
+    def _take_out(self, site: Site, workers: Iterable[Worker]) -> None:
+        for worker in workers:
             self._leave_prefill(worker, site)
             self._leave_decode(worker, site)
         site.domain.sort_in(site.pool)

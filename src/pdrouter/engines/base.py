@@ -151,6 +151,7 @@ class Traits(msgspec.Struct, frozen=True):
     pairs_lists: bool
     pairs_copies: bool
     reads_prompts: bool
+    takes_ranks: bool = True
     reports_lag: bool = False
     tells_transfer: bool = False
 

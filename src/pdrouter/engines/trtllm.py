@@ -72,7 +72,12 @@ class Trtllm:
     def traits(self, _kv_transport: str) -> Traits:
         """Return that a generation engine can read prompts, and that two legs have one prompt and one answer."""
         return Traits(
-            frozenset({Task.GENERATE}), pairs_lists=False, pairs_copies=False, reads_prompts=True, reports_lag=True
+            frozenset({Task.GENERATE}),
+            pairs_lists=False,
+            pairs_copies=False,
+            reads_prompts=True,
+            takes_ranks=False,
+            reports_lag=True,
         )
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:

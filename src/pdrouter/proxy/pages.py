@@ -184,9 +184,13 @@ class Amount(Struct, frozen=True):
 
 
 class RankPage(Struct, frozen=True):
-    """A rank: what its engine reported, what the ledger holds, and what they say together."""
+    """A rank: what its engine reported, what the ledger holds, and what they say together.
+
+    ``out`` says why it takes nothing though its endpoint may.
+    """
 
     rank: int
+    out: str | None
     reported: Amount | None
     report_age_s: float | None
     ledger: Amount

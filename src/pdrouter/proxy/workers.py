@@ -6,6 +6,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import EndpointLoad, RankLoad
 from pdrouter.core.router import Router
 from pdrouter.core.story import Stories
@@ -109,6 +110,7 @@ def worker_of(router: Router, endpoint: Endpoint) -> Worker:
             "group": endpoint.group,
             "version": endpoint.version or "unknown",
             "out": router.fleet.why_out(endpoint.address) or "",
+            "ranks_out": _ranks_out(router, endpoint.address),
         },
         job_status=None,
     )
@@ -126,14 +128,20 @@ def _endpoint(router: Router, load: EndpointLoad, now_s: float) -> EndpointPage:
         is_ready=router.fleet.is_ready(endpoint.address),
         out=router.fleet.why_out(endpoint.address),
         unassigned=Amount(load.unassigned.tokens, load.unassigned.requests),
-        ranks=[_rank(rank, now_s) for rank in load.ranks],
+        ranks=[_rank(router, rank, now_s) for rank in load.ranks],
     )
 
 
-def _rank(rank: RankLoad, now_s: float) -> RankPage:
+def _ranks_out(router: Router, address: str) -> str:
+    fleet = router.fleet
+    return "; ".join(f"rank {n} {fleet.why_out(RankKey(address, n))}" for n in fleet.ranks_out.get(address, ()))
+
+
+def _rank(router: Router, rank: RankLoad, now_s: float) -> RankPage:
     report = rank.report
     return RankPage(
         rank=rank.key.rank,
+        out=router.fleet.why_out(rank.key),
         reported=None if report is None else Amount(report.tokens, report.requests),
         report_age_s=rank.age_s(now_s),
         ledger=Amount(rank.account.tokens, rank.account.requests),

@@ -201,6 +201,9 @@ class Emulator:
         tickets: list[Ticket] = []
         try:
             call = self.kind.read(exchange.path, raw, exchange.headers)
+            ranks = {part.rank for part in call.parts if part.rank is not None}
+            if self.faults.rules and await self._spoil(exchange, self.faults.take(exchange.path, ranks)):
+                return
             self._submit(call, inbox, tickets)
         except EngineError as error:
             for ticket in tickets:

@@ -1,7 +1,7 @@
 """Faults on demand: rules that make an emulated engine misbehave, for tests of those who call it.
 
 ``POST /_fault`` takes a list of rules, ``DELETE /_fault`` clears them. A rule hits requests whose path begins
-with ``path``, ``times`` times at most (null: always).
+with ``path``, ``times`` times at most (null: always); with a ``rank`` only those that name this rank.
 """
 
 from collections.abc import Collection
@@ -22,6 +22,7 @@ class FaultRule(msgspec.Struct, kw_only=True):
     kind: Literal["slow", "hang", "reset", "status", "half_stream", "no_load", "late_load", "bad_load"]
     path: str = "/"
     times: int | None = None
+    rank: int | None = None
     seconds: float = 0.0
     after_chunks: int | None = None
     status: int = 500
@@ -49,11 +50,11 @@ class Faults:
         """Drop all rules."""
         self.rules.clear()
 
-    def take(self, path: str) -> list[FaultRule]:
-        """Rules that hit this request, each counted as used."""
+    def take(self, path: str, ranks: Collection[int | None] = (None,)) -> list[FaultRule]:
+        """Rules that hit this request, each counted as used; ``ranks``: those that it names, once it is read."""
         if not self.rules:
             return []
-        hit = [rule for rule in self.rules if self._is_for(rule, path)]
+        hit = [rule for rule in self.rules if rule.rank in ranks and self._is_for(rule, path)]
         for rule in hit:
             if rule.times is not None:
                 rule.times -= 1

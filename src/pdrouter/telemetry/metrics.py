@@ -145,9 +145,13 @@ class _RouterCollector(Collector):
         requests = GaugeMetricFamily(
             "pdrouter_rank_requests", "Requests on a rank, by source.", labels=[*labels, "source"]
         )
+        ready = GaugeMetricFamily("pdrouter_rank_ready", "Whether a rank takes requests.", labels=labels)
+        fleet = self._router.fleet
         for load in self._router.load.endpoints.values():
+            is_ready = fleet.is_ready(load.key)
             for rank in load.ranks:
                 where = [load.key, load.endpoint.role.value, str(rank.key.rank)]
+                ready.add_metric(where, float(is_ready and fleet.why_out(rank.key) is None))
                 tokens.add_metric([*where, "ledger"], rank.account.tokens)
                 tokens.add_metric([*where, "effective"], rank.effective_tokens)
                 requests.add_metric([*where, "ledger"], rank.account.requests)
@@ -157,6 +161,7 @@ class _RouterCollector(Collector):
                         tokens.add_metric([*where, "reported"], rank.report.tokens)
                     if rank.report.requests is not None:
                         requests.add_metric([*where, "reported"], rank.report.requests)
+        yield ready
         yield tokens
         yield requests
 
@@ -169,6 +174,12 @@ class _RouterCollector(Collector):
                 [endpoint.address, endpoint.role.value], float(self._router.fleet.is_ready(endpoint.address))
             )
         yield ready
+        breakers = CounterMetricFamily(
+            "pdrouter_breakers", "Phases that breakers of endpoints and ranks began, and probes.", labels=["event"]
+        )
+        for event in ("opened", "half_opened", "closed", "probes"):
+            breakers.add_metric([event], self._router.outcomes.breakers.counts[event])
+        yield breakers
 
     def _totals(self) -> Iterator[Metric]:
         router = self._router

@@ -16,6 +16,7 @@ from pdrouter.core.admission import Admission, Admitted
 from pdrouter.core.cost import prefill_s, profile_from
 from pdrouter.core.decision import Decision
 from pdrouter.core.gate import Gate, GateOptions
+from pdrouter.core.holders import cached_tokens
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.line import Waiting
 from pdrouter.core.request import RequestFacts
@@ -92,7 +93,7 @@ class Replay:
             block_tokens=float(TRACE_BLOCK_TOKENS),
             max_output_tokens=one.output_tokens,
         )
-        cached = max(self.router._cached_tokens(facts).values(), default=0)
+        cached = max(cached_tokens(self.router.prefixes, facts).values(), default=0)
         waiting = Waiting(
             request=(facts, one),
             model=None,

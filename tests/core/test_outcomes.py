@@ -8,6 +8,7 @@ from pdrouter.core import events
 from pdrouter.core.breaker import BreakerOptions, Phase
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Endpoint
+from pdrouter.core.outcomes import suspects
 from pdrouter.core.router import Router
 from pdrouter.errors import ClientGone, InvalidRequest, NoReadyPair, RouterError, UpstreamClosed, UpstreamTimeout
 
@@ -29,7 +30,7 @@ def guarded(*endpoints: Endpoint, policy: str = "minimum_tokens", successes: int
 def fail(router: Router, decision: Decision, address: str, now_s: float, error: RouterError = CLOSED) -> None:
     """Let a request end by a fault of one of its engines."""
     (at_fault,) = [p for p in decision.placements if p.endpoint.address == address]
-    assert router.settle(decision, now_s, error, at_fault)
+    assert router.settle(decision, now_s, error, [at_fault])
 
 
 def opened(router: Router, address: str = "d") -> None:
@@ -103,16 +104,50 @@ def test_an_answer_breaks_the_row() -> None:
 
 
 def test_the_first_token_breaks_the_row_of_the_prefill_side() -> None:
-    """And tokens that of the decode side: nobody waits for the end of a long answer."""
+    """Its work is done: it needn't wait for the end of a long answer, nor is it abandoned with a broken one."""
     router = guarded()
-    for address, event in (("p", events.FirstTokenSeen), ("d", lambda d: events.TokensGenerated(d, 1))):
-        fail(router, decide(router, facts(), 0.0), address, 0.0)
-        long = decide(router, facts(), 0.0)
-        router.observe(event(long), 0.0)
-        assert router.outcomes.breakers.is_calm
-        fail(router, decide(router, facts(), 0.0), address, 0.0)
+    fail(router, decide(router, facts(), 0.0), "p", 0.0)
+    long = decide(router, facts(), 0.0)
+    router.observe(events.FirstTokenSeen(long), 0.0)
+    assert router.outcomes.breakers.is_calm
+    fail(router, decide(router, facts(), 0.0), "p", 0.0)
+    assert phase(router, "p") is Phase.CLOSED
+    router.settle(long, 0.0)
+
+
+@pytest.mark.parametrize("address", ["d", "r"])
+def test_streams_that_always_break(address: str) -> None:
+    """Tokens aren't an answer: an engine whose streams break one after the other goes out."""
+    router = guarded(*(PAIR if address == "d" else (regular("r"),)))
+    for _ in range(2):
         assert phase(router, address) is Phase.CLOSED
-        router.settle(long, 0.0)
+        broken = decide(router, facts(), 0.0)
+        router.observe(events.FirstTokenSeen(broken), 0.0)
+        router.observe(events.TokensGenerated(broken, 1), 0.0)
+        fail(router, broken, address, 0.0)
+    assert phase(router, address) is Phase.OPEN
+
+
+def test_whom_both_legs_wait_for() -> None:
+    """It isn't the one who has answered others meanwhile; where that doesn't tell, it may be either."""
+    router = guarded(*PAIR, prefill("p2"), decode("d2"), policy="round_robin")
+    first, other, again = (decide(router, facts(), 0.0) for _ in range(3))
+    assert list(suspects(first)) == list(first.placements)
+    router.settle(other, 1.0)
+    assert list(suspects(first)) == list(first.placements)
+    router.observe(events.FirstTokenSeen(again), 1.0)
+    assert (again.prefill.endpoint if again.prefill else None, again.decode.endpoint) == (
+        first.prefill.endpoint if first.prefill else None,
+        first.decode.endpoint,
+    )
+    assert [place.endpoint.address for place in suspects(first)] == ["d"]
+    router.observe(events.TokensGenerated(again, 1), 1.0)
+    assert list(suspects(first)) == list(first.placements)
+    late = decide(router, facts(), 2.0)
+    assert list(suspects(late)) == list(late.placements)
+    for each in (first, again):
+        router.settle(each, 3.0, CLOSED, suspects(each))
+    assert [phase(router, address) for address in ("p", "d", "p2", "d2")] == [Phase.OPEN] * 2 + [Phase.CLOSED] * 2
 
 
 @pytest.mark.parametrize("policy", ["least_work", "minimum_tokens", "load_aware"])

@@ -51,7 +51,7 @@ def on(router: Router, key: RankKey, now_s: float, tokens: int = 100) -> Decisio
 def fail(router: Router, decision: Decision, address: str, now_s: float, error: RouterError = CLOSED) -> None:
     """Let a request end by a fault of one of its engines."""
     (at_fault,) = [p for p in decision.placements if p.endpoint.address == address]
-    assert router.settle(decision, now_s, error, at_fault)
+    assert router.settle(decision, now_s, error, [at_fault])
 
 
 def opened(router: Router, key: RankKey, neighbour: int, now_s: float = 0.0) -> None:

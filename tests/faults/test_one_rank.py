@@ -62,11 +62,14 @@ async def until_out(lab: Lab, emulator: Emulator) -> None:
         ("decode", "reset", {}),
         ("decode", "half_stream", {"after_chunks": 0}),
         ("prefill", "hang", {}),
+        ("decode", "hang", {}),
     ],
 )
 async def test_a_rank_that_fails_alone_is_out_alone(side: str, kind: str, fields: dict[str, Any]) -> None:
     """Whatever it fails with: its neighbours take all requests and answer them, and whoever looks is told."""
-    flags = FOR_GOOD | {"policy": "round_robin"} | ({"first_token_timeout_secs": 1.0} if kind == "hang" else {})
+    flags = FOR_GOOD | {"policy": "round_robin"}
+    if kind == "hang":  # who isn't at fault is known by what it does for others
+        flags |= {"policy": "random", "rank_policy": "random", "seed": 3, "first_token_timeout_secs": 1.0}
     async with make_lab(engine=ENGINE, **flags) as lab, nothing_left(lab):
         emulator = side_of(lab, side)
         address = emulator.url[7:]

@@ -237,7 +237,8 @@ class Fates(Books):
         if at_fault is not None and is_refused:
             error = ConnectFailed("refused")
         before = self._open()
-        assert self.router.settle(decision, self.now_s, error, at_fault) is not request.is_settled  # I2
+        at_faults = [] if at_fault is None else [at_fault]
+        assert self.router.settle(decision, self.now_s, error, at_faults) is not request.is_settled  # I2
         opened = self._open() - before
         if request.is_settled:
             assert not opened

@@ -102,7 +102,7 @@ def test_ranks_that_are_out() -> None:
     for number in range(2 * Settings().cb_failure_threshold):
         decision = decide(router, facts(decode_rank=number % 2), 1.0)
         error = UpstreamClosed("closed") if number % 2 else None
-        router.settle(decision, 1.0, error, decision.decode if number % 2 else None)
+        router.settle(decision, 1.0, error, [decision.decode] if number % 2 else [])
 
     def ready(address: str, role: str) -> list[float | None]:
         return [value(metrics, "pdrouter_rank_ready", endpoint=address, role=role, rank=rank) for rank in "01"]

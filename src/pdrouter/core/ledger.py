@@ -70,7 +70,8 @@ class Account:
 
     The past is a list of changes, each at the moment from which a report can show it: ``visible_delay_s`` after the
     reservation. It reaches back ``history_s`` and is bounded by ``history_events`` (I9); older changes are folded, and
-    reports from before the folded moment can't be used any more.
+    reports from before the folded moment can't be used any more. ``answered_at_s`` is when it was last seen to do its
+    work.
     """
 
     __slots__ = (
@@ -81,6 +82,7 @@ class Account:
         "_history_s",
         "_live",
         "_visible_delay_s",
+        "answered_at_s",
         "folded_until_s",
         "held_tokens",
         "history_overflows",
@@ -101,6 +103,7 @@ class Account:
         self.visible_requests = 0
         self.report_serial = 0
         self.history_overflows = 0
+        self.answered_at_s = float("-inf")
         self.folded_until_s = float("-inf")
         self._visible_delay_s = visible_delay_s
         self._history_s = history_s

@@ -5,7 +5,7 @@ the endpoint's row. Ranks have breakers where there are several, and requests ru
 While no breaker has seen a failure lately nothing is kept of a request: that it succeeded changes nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdrouter.core.breaker import Attempt, Breakers, Readiness
 from pdrouter.core.decision import Decision, Placement
@@ -71,22 +71,33 @@ class Outcomes:
                 self._tell(readiness, now_s)
 
     def went_well(self, decision: Decision, placement: Placement, now_s: float) -> None:
-        """A leg has brought what it is for, or begun to: no probe waits for the end of a long answer."""
-        if self._attempts and (attempts := self._attempts.get(decision.number)) is not None:
-            for tried in attempts.pop(placement, ()):
-                self._tell(self.breakers.succeeded(tried), now_s)
+        """A prefill leg has done its work, or another has begun to.
 
-    def settled(self, decision: Decision, error: RouterError | None, at_fault: Placement | None, now_s: float) -> None:
-        """It has ended; ``at_fault`` is the leg whose engine is to blame, if any."""
+        A beginning counts for a probe, which needn't wait for the end of a long answer, and for nobody else: streams
+        that always break are failures in a row.
+        """
+        if not self._attempts or (attempts := self._attempts.get(decision.number)) is None:
+            return
+        tried = attempts.get(placement, [])
+        is_done = placement is decision.prefill
+        attempts[placement] = [] if is_done else [attempt for attempt in tried if not attempt.is_probe]
+        for attempt in tried:
+            if is_done or attempt.is_probe:
+                self._tell(self.breakers.succeeded(attempt), now_s)
+
+    def settled(
+        self, decision: Decision, error: RouterError | None, at_fault: Sequence[Placement], now_s: float
+    ) -> None:
+        """It has ended; ``at_fault`` are the legs whose engines are to blame."""
         attempts = self._attempts.pop(decision.number, {})
-        if at_fault is None and not attempts and (error is not None or not self.breakers.disturbed):
+        if not at_fault and not attempts and (error is not None or not self.breakers.disturbed):
             return
         for placement in decision.placements:
             tried = attempts.get(placement)
             if tried is None:
                 tried = [self.breakers.attempt(name, decision.epoch) for name in _names(placement)]
             for attempt in tried:
-                self._ended(attempt, error, now_s, is_at_fault=placement is at_fault)
+                self._ended(attempt, error, now_s, is_at_fault=placement in at_fault)
 
     def _ended(self, attempt: Attempt[Name], error: RouterError | None, now_s: float, *, is_at_fault: bool) -> None:
         if error is None:
@@ -100,6 +111,15 @@ class Outcomes:
     def _tell(self, readiness: Readiness[Name] | None, now_s: float) -> None:
         if readiness is not None:
             self._change(readiness, now_s)
+
+
+def suspects(decision: Decision) -> Sequence[Placement]:
+    """Return which legs may be to blame where both wait for each other and neither has answered.
+
+    A rank that has answered others since isn't, unless both have.
+    """
+    silent = [p for p in decision.placements if p.reservation.account.answered_at_s < decision.decided_at_s]
+    return silent or decision.placements
 
 
 def _names(placement: Placement) -> tuple[str, RankKey]:

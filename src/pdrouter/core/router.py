@@ -18,6 +18,7 @@ from pdrouter.core.decision import Decision, Note, Placement, PrefillUsage, Reje
 from pdrouter.core.drains import DrainRates
 from pdrouter.core.entrance import Entrance, EntranceOptions, MustWait
 from pdrouter.core.fleet import BREAKER, ROLE_OF, Disaggregation, Endpoint, Fleet, Role
+from pdrouter.core.holders import cached_tokens
 from pdrouter.core.journal import Journal
 from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.lifecycle import State, advance
@@ -28,7 +29,7 @@ from pdrouter.core.policies import ENGINE, POLICIES
 from pdrouter.core.policies.base import Ancestors, PolicyOptions, Question, RandomSource
 from pdrouter.core.policies.books import Books
 from pdrouter.core.policies.least_work import LeastWork
-from pdrouter.core.prefix import Match, PrefixIndex
+from pdrouter.core.prefix import PrefixIndex
 from pdrouter.core.profiles import ProfileRule, Profiles
 from pdrouter.core.reasons import why_nobody
 from pdrouter.core.request import RequestFacts, Task
@@ -42,9 +43,6 @@ _EAGER_USAGES, _USAGE_STEP = 256, 8
 
 _SCATTER = 0x9E3779B1
 """Knuth's multiplier for scattering numbers: 2^32 divided by the golden ratio."""
-
-_MAX_MATCHES = 32
-"""Ranks with the longest matches that a decision looks at one by one, whatever their load."""
 
 _LOST_BLOCKS = 2
 """A cache that lacks more than this of what was predicted has lost it; less is rounding and the estimate of tokens."""
@@ -192,7 +190,7 @@ class Router:
         self, role: Role, facts: RequestFacts, model: str | None, avoid: frozenset[RankKey], now_s: float
     ) -> Question:
         output_tokens = self.outputs.expected_tokens(self._learning_key(facts.model), facts)
-        cached = self._cached_tokens(facts)
+        cached = cached_tokens(self.prefixes, facts)
         return Question((role, model or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts, avoid)
 
     def _reserve(self, spot: Spot, kind: LegKind, prompt_tokens: int, now_s: float) -> Placement:
@@ -249,7 +247,7 @@ class Router:
             case events.TokensGenerated():
                 leg = event.decision.decode.reservation
                 leg.account.grow(leg, event.tokens, now_s)
-                event.decision.grown_at_s = now_s
+                leg.account.answered_at_s = event.decision.grown_at_s = now_s
                 self.outcomes.went_well(event.decision, event.decision.decode, now_s)
                 if self._is_work_kept:
                     self.work.grown(leg)
@@ -357,6 +355,7 @@ class Router:
         self.outcomes.went_well(decision, decision.prefill or decision.decode, now_s)
         self.books.prefill_ended(decision)
         leg = (decision.prefill or decision.decode).reservation
+        leg.account.answered_at_s = now_s
         if decision.insert:
             self.prefixes.read(leg.account.key, decision.insert)
         if self._is_work_kept:
@@ -411,17 +410,19 @@ class Router:
     # settle
 
     def settle(
-        self, decision: Decision, now_s: float, error: RouterError | None = None, at_fault: Placement | None = None
+        self, decision: Decision, now_s: float, error: RouterError | None = None, at_fault: Sequence[Placement] = ()
     ) -> bool:
         """Return all load of a decision that is still held; ``False`` if that was done before (I2).
 
-        ``error`` is why it failed, ``None`` if it was answered; ``at_fault`` the leg whose engine is to blame.
+        ``error`` is why it failed, ``None`` if it was answered; ``at_fault`` the legs whose engines are to blame.
         """
         if self.live.pop(decision.number, None) is None:
             return False
         self.outcomes.settled(decision, error, at_fault, now_s)
         for placement in decision.placements:
             leg = placement.reservation
+            if error is None:
+                leg.account.answered_at_s = now_s
             if leg.account.settle(leg, now_s) and self._is_work_kept:
                 self.work.settled(leg, now_s)
         if decision.prefill_took_s is not None:
@@ -467,32 +468,6 @@ class Router:
     def _learning_key(self, model: str | None) -> str | None:
         return model if model in self.fleet.models else None
 
-    def _cached_tokens(self, facts: RequestFacts) -> Mapping[RankKey, int]:
-        if not facts.prefix_blocks:
-            return {}
-        match = self.prefixes.find(facts.prefix_blocks)
-        most = max(0, facts.prompt_tokens - 1)  # an engine computes at least one token
-        longest = match.longest(_MAX_MATCHES)
-        cached = {rank: min(most, int(blocks * facts.block_tokens)) for rank, blocks in longest.items()}
-        return cached if match.ranks <= _MAX_MATCHES else _ManyHolders(cached, match, facts.block_tokens, most)
-
     def why_nobody(self, model: str | None) -> str:
         """Return why no request for ``model`` can be placed."""
         return why_nobody(self.fleet, model)
-
-
-class _ManyHolders(dict[RankKey, int]):
-    """What ranks hold of a prompt, where more hold some than are listed: the others are looked up when asked for."""
-
-    def __init__(self, listed: Mapping[RankKey, int], match: Match, block_tokens: float, most: int) -> None:
-        super().__init__(listed)
-        self._match = match
-        self._block_tokens = block_tokens
-        self._most = most
-
-    def get(self, key: RankKey, default: int) -> int:  # type: ignore[override]
-        """Return the tokens that a rank holds."""
-        if key in self:
-            return self[key]
-        blocks = self._match.of(key)
-        return min(self._most, int(blocks * self._block_tokens)) if blocks else default

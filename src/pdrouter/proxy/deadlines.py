@@ -7,12 +7,13 @@ It knows nothing of legs: ``flight.py`` says what is to be ended.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from pdrouter.core.decision import Decision, Placement
+from pdrouter.core.outcomes import suspects
 from pdrouter.errors import (
     DeadlineExceeded,
     DecodeNeverStarted,
@@ -79,7 +80,7 @@ class Late(msgspec.Struct, frozen=True):
     """A stage that takes too long, and on whom it waits."""
 
     error: RouterError
-    place: Placement
+    places: Sequence[Placement]
 
 
 def _own_s(header: Mapping[bytes, bytes]) -> float:
@@ -90,13 +91,14 @@ def _own_s(header: Mapping[bytes, bytes]) -> float:
 
 
 def end_of_stage(
-    decision: Decision, observer: Observer, client: Client, limits: TimeLimits, now_s: float
+    decision: Decision, observer: Observer, client: Client, limits: TimeLimits, now_s: float, *, is_met: bool
 ) -> "float | Late":
     """Return until when the present stage of a request may last, or that it has lasted too long.
 
     Only of a stream more can be seen than that its prompt was read; one whose client is behind isn't expected to grow.
+    ``is_met``: both legs run at once, and neither goes on before it has met the other.
     """
-    place, answers = decision.prefill, decision.decode
+    place, waits_for = decision.prefill, [decision.decode]
     if client.is_started:
         since_s, limit_s = observer.quiet_since_s(now_s, is_excused=client.is_full), limits.idle_s
         kind: type[RouterError] = StreamStalled
@@ -104,7 +106,8 @@ def end_of_stage(
         if not observer.is_stream:
             return math.inf
     elif place is not None and decision.first_token_at_s is None:
-        since_s, limit_s, kind, answers = decision.decided_at_s, limits.prefill_s, PrefillTimeout, place
+        since_s, limit_s, kind = decision.decided_at_s, limits.prefill_s, PrefillTimeout
+        waits_for = [*suspects(decision)] if is_met else [place]
         what, name = "didn't read the prompt", "prefill_timeout_secs"
         if observer.is_stream and limits.first_token_s < limit_s:
             limit_s, name = limits.first_token_s, "first_token_timeout_secs"
@@ -116,7 +119,8 @@ def end_of_stage(
         return math.inf
     if now_s < since_s + limit_s:
         return since_s + limit_s
-    return Late(kind(f"{answers.label} {what} within {limit_s:g} s ({name})"), answers)
+    who = " and ".join(place.label for place in waits_for)
+    return Late(kind(f"{who} {what} within {limit_s:g} s ({name})"), waits_for)
 
 
 class Timed(Protocol):

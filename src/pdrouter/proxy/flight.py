@@ -166,7 +166,7 @@ class Flight:
     def _send_legs(self) -> None:
         error = attempt(self._send)
         if error is not None:
-            self._fail(error, None)
+            self._fail(error)
 
     def _send(self) -> None:
         owner, decision, inbound = self._owner, self._decision, self._inbound
@@ -206,13 +206,13 @@ class Flight:
         if self._is_over:
             self._owner.late_prefills.take_out(self)
             return
+        prefill, decode = self._decision.prefill or self._decision.decode, self._decision.decode
         if error is not None:
-            self._fail(error, self._decision.prefill)
+            self._fail(error, prefill)
             return
         error = attempt(self._prefilled)
         if error is not None:
-            decision = self._decision
-            self._fail(error, decision.prefill if isinstance(error, UpstreamProtocol) else decision.decode)
+            self._fail(error, prefill if isinstance(error, UpstreamProtocol) else decode)
 
     def client_drained(self) -> None:
         """Pass on what has come meanwhile."""
@@ -221,7 +221,7 @@ class Flight:
 
     def client_gone(self) -> None:
         """Nobody waits any more."""
-        self._fail(ClientGone("the client closed its connection"), None)
+        self._fail(ClientGone("the client closed its connection"))
 
     def check_time(self, now_s: float) -> float:
         """End it if it takes too long, or its present stage does; return until when there is time."""
@@ -229,10 +229,11 @@ class Flight:
         if now_s >= self._due_s:
             self._end(limits.too_late(self._client.header))
         elif self._timer is None and self._attempts:
-            until = end_of_stage(self._decision, self._observer, self._client, limits, now_s)
+            is_met = self._plan.decode is not None
+            until = end_of_stage(self._decision, self._observer, self._client, limits, now_s, is_met=is_met)
             if not isinstance(until, Late):
                 return min(until, self._due_s)
-            self._fail(until.error, until.place)
+            self._fail(until.error, *until.places)
         return self._due_s
 
     # Between the legs.
@@ -283,17 +284,18 @@ class Flight:
 
     # The end of an attempt, and of all.
 
-    def _fail(self, error: RouterError, place: Placement | None) -> None:
-        """Try once more if that may help; ``place`` is whose fault it is, ``None`` if no engine's."""
+    def _fail(self, error: RouterError, *places: Placement) -> None:
+        """Try once more if that may help; ``places`` are those at fault, none if it is no engine's."""
         if self._is_over:
             return
-        if place is None or self._client.is_started or not is_retried(error):  # I7
-            self._end(error, place)
+        if not places or self._client.is_started or not is_retried(error):  # I7
+            self._end(error, *places)
             return
-        rank = UNASSIGNED if place.rank is None or isinstance(error, UNREACHABLE) else place.rank
-        self._avoid |= {RankKey(place.endpoint.address, rank)}
-        self._is_unread = place is self._decision.prefill
-        self._end_attempt(error, place)
+        for place in places:
+            rank = UNASSIGNED if place.rank is None or isinstance(error, UNREACHABLE) else place.rank
+            self._avoid |= {RankKey(place.endpoint.address, rank)}
+        self._is_unread = self._decision.prefill in places
+        self._end_attempt(error, *places)
         self._prefill = self._answer.exchange = None
         if self._attempts < self._owner.options.max_attempts:  # I8
             self._timer = self._owner.retries.later(self._attempts, self._due_s, partial(self._try_again, error))
@@ -317,7 +319,7 @@ class Flight:
                 return
         self._end(failure)
 
-    def _end(self, error: RouterError | None, place: Placement | None = None) -> None:
+    def _end(self, error: RouterError | None, *places: Placement) -> None:
         """Leave nothing behind; the first to come here says why, and whose fault it is."""
         if self._is_over:
             return
@@ -333,11 +335,11 @@ class Flight:
             if error is not None:
                 untold = self._tell(error)
         finally:
-            self._end_attempt(error, place)
+            self._end_attempt(error, *places)
             self._owner.ended(self._facts, self._client, self._observer if self._attempts else None, error)
             self._on_end(self._client, self._inbound.path, self._inbound.request_id, untold)
 
-    def _end_attempt(self, error: RouterError | None, place: Placement | None) -> None:
+    def _end_attempt(self, error: RouterError | None, *places: Placement) -> None:
         """End each leg that hasn't run to its end, at the engine too (I12), and settle (I2)."""
         owner = self._owner
         if not self._attempts:
@@ -345,9 +347,10 @@ class Flight:
         try:
             self._end_legs(error)
         finally:
-            at_fault = place if error is not None and is_engines_fault(error) else None
-            if at_fault is not None and isinstance(error, ConnectFailed):
-                owner.on_unreachable(at_fault.endpoint.address, error)
+            at_fault = places if error is not None and is_engines_fault(error) else ()
+            if isinstance(error, ConnectFailed):
+                for place in at_fault:
+                    owner.on_unreachable(place.endpoint.address, error)
             if owner.router.settle(self._decision, owner.clock(), error, at_fault) and error is not None:
                 owner.log.failed(self._decision, error)
             if owner.waitroom is not None:

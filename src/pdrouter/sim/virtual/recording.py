@@ -43,12 +43,12 @@ class Observed(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """``settle`` was called; ``at_fault`` is the kind of the leg to blame."""
+    """``settle`` was called; ``at_fault`` are the kinds of the legs to blame."""
 
     at_s: float
     number: int
     error: RouterError | None
-    at_fault: LegKind | None
+    at_fault: tuple[LegKind, ...]
 
 
 class Offered(NamedTuple):
@@ -137,10 +137,10 @@ class RecordedRouter(Router):
         super().observe(event, now_s)
 
     def settle(
-        self, decision: Decision, now_s: float, error: RouterError | None = None, at_fault: Placement | None = None
+        self, decision: Decision, now_s: float, error: RouterError | None = None, at_fault: Sequence[Placement] = ()
     ) -> bool:
         """Return the load of a decision."""
-        self.note(Settled(now_s, decision.number, error, at_fault.kind if at_fault is not None else None))
+        self.note(Settled(now_s, decision.number, error, tuple(place.kind for place in at_fault)))
         return super().settle(decision, now_s, error, at_fault)
 
     def note(self, call: Call) -> None:
@@ -183,7 +183,7 @@ def replay(calls: Sequence[Call], router: Router) -> Iterator[tuple[str, str]]:
                 router.observe(event, call.at_s)
             case Settled():
                 decision = decisions[call.number]
-                at_fault = next((place for place in decision.placements if place.kind is call.at_fault), None)
+                at_fault = [place for place in decision.placements if place.kind in call.at_fault]
                 router.settle(decision, call.at_s, call.error, at_fault)
             case Looked():
                 yield str(call.tickets), str(queue.look(call))

@@ -118,11 +118,24 @@ class _PairSearch:
         return PairOffer(self._best_s, *self._best, self._seen)
 
     def matches(self, index: WorkIndex, domain: Domain) -> None:
-        """Look at the ranks that hold some of the prompt."""
-        for key in self._job.cached_tokens:
-            worker = index.workers.get(key)
-            if worker is not None and worker.prefill is not None and worker.site.domain is domain:
-                self._consider(worker)
+        """Look at the ranks that hold some of the prompt; what ranks alike that hold as much take is told once."""
+        job, workers = self._job, index.workers
+        now_s, avoid = job.now_s, job.avoid
+        tier, held, read_s, move_s = None, -1, 0.0, 0.0
+        for key, tokens in job.cached_tokens.items():
+            worker = workers.get(key)
+            if worker is None or worker.prefill_tier is None or worker.site.domain is not domain:
+                continue
+            if tokens != held or worker.prefill_tier is not tier:
+                tier, held = worker.prefill_tier, tokens
+                read_s = tier.pace.prefill_s(job.prompt_tokens - held, held)
+                move_s = transfer_s(tier.pace.profile, job.prompt_tokens)
+            wait_s = worker.free_at_s - now_s if worker.free_at_s > now_s else 0.0
+            if avoid and job.avoids(key):
+                wait_s += AVOIDED_S
+            prefill_s = wait_s + read_s + move_s
+            if prefill_s <= self._best_s:
+                self._weigh(worker, prefill_s)
 
     def pools(self, domain: Domain) -> None:
         """Look at the pools of a domain, the most promising first; those that can't do better are left out."""
@@ -162,9 +175,11 @@ class _PairSearch:
 
     def _consider_pool(self, pool: Pool) -> None:
         for tier in pool.prefill.values():
-            self._consider(_first(self._job, tier))
+            worker = _first(self._job, tier)
+            self._weigh(worker, prefill_cost_s(self._job, worker))
 
-    def _consider(self, worker: Worker) -> None:
+    def _weigh(self, worker: Worker, prefill_s: float) -> None:
+        """See whether a rank that takes so long for its side makes the best pair, with the best of the other side."""
         pool = worker.site.pool
         decode = self._decodes.get(pool)
         if decode is None:
@@ -172,7 +187,6 @@ class _PairSearch:
             if decode is None:
                 return
         self._seen += 1
-        prefill_s = prefill_cost_s(self._job, worker)
         cost_s = prefill_s + decode.cost_s
         if cost_s < self._best_s or (cost_s == self._best_s and self._is_longer_free(worker)):
             self._best_s = cost_s

@@ -14,6 +14,7 @@ from math import inf, sqrt
 import msgspec
 
 from pdrouter.sim.engine_rank import Rank
+from pdrouter.sim.full_kv import WhenFull
 from pdrouter.sim.job import Event, EventKind, Job, Phase, RankLoad, Role
 from pdrouter.sim.profiles import Profile
 
@@ -26,6 +27,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int
     kv_capacity_tokens: int
     block_tokens: int
+    when_full: WhenFull
     waits_for_decode: bool = False
 
 
@@ -62,10 +64,11 @@ class _Stretch:
         self.first_s += steps * self.slope_s
         self.steps -= steps
 
-    def cut(self) -> None:
-        """Let the step under way be the last."""
-        self.steps = 1
-        self.over_s = self.end_s(1)
+    def cut(self, steps: int) -> None:
+        """Let there be no more steps than that, the one under way included."""
+        if steps < self.steps:
+            self.steps = steps
+            self.over_s = self.end_s(steps)
 
 
 class _Group:
@@ -110,14 +113,14 @@ class _Group:
     def changed(self, at_s: float, events: list[Event], *, is_batch: bool) -> None:
         """Act on changed queues, and on a batch that lost a job: at once if idle, else when the step is over."""
         for rank in self.ranks:
-            if rank.prealloc:
-                rank.reserve(at_s, events)
+            if rank.prealloc or rank.retracted:
+                self._reserve(rank, at_s, events)
             is_batch = is_batch or rank.has_joiners
         if self._stretch is None:
             self._plan(at_s, events)
         elif is_batch and self._stretch.steps > 1:
             self.catch_up(at_s, events)
-            self._stretch.cut()
+            self._stretch.cut(1)
         self._look_ahead()
 
     def catch_up(self, now_s: float, events: list[Event]) -> None:
@@ -128,6 +131,17 @@ class _Group:
             if steps:
                 self._apply(stretch, steps, stretch.end_s(steps), events)
 
+    def _reserve(self, rank: Rank, at_s: float, events: list[Event]) -> None:
+        """Give KV to who waits for it: what grew until now counts, and nobody grows into what was given."""
+        stretch = self._stretch
+        grows = stretch is not None and rank.grows and not rank.batch
+        if grows:
+            self.catch_up(at_s, events)
+        for job in rank.reserve(at_s, events, len(rank.running) if grows else 0):
+            self.move(job, at_s + self._profile.transfer_ms(job.read_tokens) / 1000)
+        if stretch is not None and grows and rank.running:
+            stretch.cut(rank.steps_until_due())
+
     def _look_ahead(self) -> None:
         due_s = self._stretch.over_s if self._stretch else inf
         self.due_s = min(due_s, self._moves[0][0]) if self._moves else due_s
@@ -135,7 +149,8 @@ class _Group:
     def _arrive(self, job: Job, at_s: float, events: list[Event]) -> None:
         if job.phase is Phase.TRANSFER:
             self.rank_of(job).receive(job)
-            events.append(Event(EventKind.TRANSFERRED, job, at_s, 0))
+            if not job.preemptions:
+                events.append(Event(EventKind.TRANSFERRED, job, at_s, 0))
             self.changed(at_s, events, is_batch=True)
 
     def _apply(self, stretch: _Stretch, steps: int, at_s: float, events: list[Event]) -> None:
@@ -144,27 +159,30 @@ class _Group:
         for rank in self.ranks:
             if rank.batch:
                 rank.finish_prefill(at_s, step_s, events)
-            elif rank.running_count:
+            elif rank.running:
                 rank.finish_decode(steps, at_s, step_s, events)
 
     def _plan(self, at_s: float, events: list[Event]) -> None:
-        prefilling, decoding = [], []
+        self._stretch = None
+        prefilling, decoding, has_preempted = [], [], False
         for rank in self.ranks:
             if rank.ready:
                 rank.join_ready(at_s, events)
-            if rank.prealloc:
-                rank.reserve(at_s, events)
+            if rank.prealloc or rank.retracted:
+                self._reserve(rank, at_s, events)
             if rank.plan_prefill():
                 prefilling.append(rank)
-            elif rank.running_count:
-                decoding.append(rank)
+            elif rank.running:
+                has_preempted = rank.make_room() or has_preempted
+                if rank.running:
+                    decoding.append(rank)
         if prefilling:
             step_ms = self._prefill_step_ms(prefilling, decoding)
             self._stretch = _Stretch(at_s, 1, step_ms / 1000, 0.0)
         elif decoding:
             self._stretch = self._decode_stretch(at_s, decoding)
-        else:
-            self._stretch = None
+            if has_preempted:  # there may be room for others at the next step
+                self._stretch.cut(1)
 
     def _prefill_step_ms(self, prefilling: list[Rank], decoding: list[Rank]) -> float:
         # Where some ranks prefill and others decode, the slowest local part leads, and the experts see all.
@@ -176,7 +194,7 @@ class _Group:
             + [rank.decode_step_ms(split.decode_local) for rank in decoding]
         )
         tokens = sum(new for rank in prefilling for _, new in rank.batch)
-        return local_ms + split.prefill_moe.step_ms(tokens + sum(rank.running_count for rank in decoding))
+        return local_ms + split.prefill_moe.step_ms(tokens + sum(len(rank.running) for rank in decoding))
 
     def _decode_stretch(self, at_s: float, decoding: list[Rank]) -> _Stretch:
         """Return the steps up to the first that changes a batch, or that another rank is the slowest in."""
@@ -186,18 +204,18 @@ class _Group:
             rank = decoding[0]
             first_ms, slope_ms, steps = (
                 rank.decode_step_ms(curve),
-                curve.b2 * rank.running_count,
+                curve.b2 * len(rank.running),
                 rank.steps_until_due(),
             )
         else:
-            first_ms, slope_ms = max((r.decode_step_ms(curve), curve.b2 * r.running_count) for r in decoding)
+            first_ms, slope_ms = max((r.decode_step_ms(curve), curve.b2 * len(r.running)) for r in decoding)
             steps = min(rank.steps_until_due() for rank in decoding)
             for rank in decoding:
-                gain_ms = curve.b2 * rank.running_count - slope_ms
+                gain_ms = curve.b2 * len(rank.running) - slope_ms
                 if gain_ms > 0:
                     steps = min(steps, 1 + int((first_ms - rank.decode_step_ms(curve)) / gain_ms))
         if split is not None:
-            first_ms += split.decode_moe.step_ms(sum(rank.running_count for rank in decoding))
+            first_ms += split.decode_moe.step_ms(sum(len(rank.running) for rank in decoding))
         return _Stretch(at_s, steps, first_ms / 1000, slope_ms / 1000)
 
 
@@ -215,6 +233,7 @@ class EngineModel:
                 max_batch=profile.max_batch,
                 chunk_tokens=profile.prefill_chunk_tokens,
                 block_tokens=settings.block_tokens,
+                when_full=settings.when_full,
             )
             for index in range(settings.dp_size)
         ]
@@ -279,6 +298,11 @@ class EngineModel:
             group.advance(now_s, self._events)
         events, self._events = self._events, []
         return events
+
+    @property
+    def preemptions(self) -> int:
+        """How often a running job was preempted."""
+        return sum(rank.preemptions for rank in self._ranks)
 
     def generated(self, job: Job, now_s: float) -> int:
         """Tokens of a running job's answer."""

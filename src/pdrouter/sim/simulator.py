@@ -29,6 +29,9 @@ from pdrouter.sim.virtual.run import Answer, Run, start_run
 from pdrouter.sim.virtual.trace import Request, Trace
 from pdrouter.sim.virtual.waitroom import Waiter, Waitroom
 
+_IDLE_S = 0.01
+"""What counts as a step of a rank all of whose answers were preempted; chosen."""
+
 
 class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How the world around the router behaves.
@@ -119,6 +122,7 @@ class Simulator:
             self._arrive(number, request)
         while self._left:
             agenda.go_on()
+        self.run.preemptions = sum(s.model.preemptions for station in self._stations.values() for s in station.sites)
         return self.run
 
     # A request's life.
@@ -269,7 +273,7 @@ class Simulator:
     # What the router is told meanwhile.
 
     def _tell_later(self, site: Site, now_s: float) -> None:
-        at_s = now_s + self._settings.growth_steps * site.model.step_s
+        at_s = now_s + self._settings.growth_steps * (site.model.step_s or _IDLE_S)
         self._agenda.put(at_s, lambda now_s: self._tell_growth(site, now_s))
 
     def _tell_growth(self, site: Site, now_s: float) -> None:
@@ -306,7 +310,7 @@ class Simulator:
 
 def _report(rank: int, load: RankLoad) -> RankReport:
     """What SGLang tells of a rank, as ``engines/sglang.py`` reads it."""
-    waiting = load.waiting + load.bootstrap + load.prealloc
+    waiting = load.waiting + load.bootstrap + load.prealloc + load.retracted
     return RankReport(
         rank,
         tokens=load.total_tokens,

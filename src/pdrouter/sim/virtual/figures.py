@@ -43,6 +43,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     rejected: int
+    preemptions: int
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -106,6 +107,7 @@ def figures_of(run: Run, alone_s: Sequence[float], objective: Objective) -> Figu
     return Figures(
         requests=run.planned,
         rejected=run.rejected.total(),
+        preemptions=run.preemptions,
         ttft_mean_s=fmean([answer.ttft_s for answer in answers]) if answers else 0.0,
         attainment=good / run.planned,
         goodput_per_s=good / run.span_s,

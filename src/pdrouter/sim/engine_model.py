@@ -41,10 +41,14 @@ class _Stretch:
         self.steps = steps
         self.first_s = first_s
         self.slope_s = slope_s
-        self.over_s = self.end_s(steps)
+        self.over_s = self.end_s(steps) if steps > 1 else start_s + first_s
 
     def end_s(self, steps: int) -> float:
         return self.start_s + steps * self.first_s + self.slope_s * (steps * (steps - 1) / 2)
+
+    def step_s(self, number: int) -> float:
+        """Return the time of a step, counted from 1."""
+        return self.first_s + (number - 1) * self.slope_s
 
     def steps_by(self, now_s: float) -> int:
         """Whole steps that are over at ``now_s``; never the last one, which only ``advance`` ends."""
@@ -80,6 +84,7 @@ class _Group:
     def __init__(self, ranks: list[Rank], profile: Profile, *, is_split: bool) -> None:
         self.ranks = ranks
         self.due_s = inf
+        self._first_index = ranks[0].index
         self._profile = profile
         self._split = profile.dp_split if is_split else None
         self._stretch: _Stretch | None = None
@@ -89,9 +94,6 @@ class _Group:
     @property
     def step_s(self) -> float:
         return self._stretch.first_s if self._stretch else 0.0
-
-    def rank_of(self, job: Job) -> Rank:
-        return self.ranks[job.rank - self.ranks[0].index]
 
     def move(self, job: Job, at_s: float) -> None:
         heappush(self._moves, (at_s, next(self._order), job))
@@ -106,7 +108,7 @@ class _Group:
                 self._arrive(job, move_s, events)
             else:
                 over_s = stretch.over_s
-                self._apply(stretch, stretch.steps, over_s, events)
+                self._apply(stretch.steps, over_s, stretch.step_s(stretch.steps), events)
                 self._plan(over_s, events)
             self._look_ahead()
 
@@ -129,7 +131,9 @@ class _Group:
         if stretch is not None and stretch.steps > 1:
             steps = stretch.steps_by(now_s)
             if steps:
-                self._apply(stretch, steps, stretch.end_s(steps), events)
+                at_s, step_s = stretch.end_s(steps), stretch.step_s(steps)
+                stretch.drop(steps)
+                self._apply(steps, at_s, step_s, events)
 
     def _reserve(self, rank: Rank, at_s: float, events: list[Event]) -> None:
         """Give KV to who waits for it: what grew until now counts, and nobody grows into what was given."""
@@ -148,14 +152,12 @@ class _Group:
 
     def _arrive(self, job: Job, at_s: float, events: list[Event]) -> None:
         if job.phase is Phase.TRANSFER:
-            self.rank_of(job).receive(job)
+            self.ranks[job.rank - self._first_index].receive(job)
             if not job.preemptions:
                 events.append(Event(EventKind.TRANSFERRED, job, at_s, 0))
             self.changed(at_s, events, is_batch=True)
 
-    def _apply(self, stretch: _Stretch, steps: int, at_s: float, events: list[Event]) -> None:
-        stretch.drop(steps)
-        step_s = stretch.first_s - stretch.slope_s
+    def _apply(self, steps: int, at_s: float, step_s: float, events: list[Event]) -> None:
         for rank in self.ranks:
             if rank.batch:
                 rank.finish_prefill(at_s, step_s, events)
@@ -259,7 +261,8 @@ class EngineModel:
     def submit(self, job: Job, now_s: float) -> None:
         """Take in a job at the rank it names."""
         group = self._group_of[job.rank]
-        group.advance(now_s, self._events)
+        if group.due_s <= now_s:
+            group.advance(now_s, self._events)
         phase = Phase.WAITING
         if job.role is None:
             job.role = self.settings.role
@@ -267,7 +270,7 @@ class EngineModel:
             phase = Phase.PREALLOC
         elif job.role is Role.PREFILL and self.settings.waits_for_decode:
             phase = Phase.BOOTSTRAP
-        group.rank_of(job).enqueue(job, phase)
+        self._ranks[job.rank].enqueue(job, phase)
         if phase is not Phase.BOOTSTRAP:
             group.changed(now_s, self._events, is_batch=False)
 
@@ -275,7 +278,7 @@ class EngineModel:
         """Prefill: the decode side of this job has reserved its KV."""
         if job.phase is Phase.BOOTSTRAP:
             group = self._at(job, now_s)
-            group.rank_of(job).leave_bootstrap(job)
+            self._ranks[job.rank].leave_bootstrap(job)
             group.changed(now_s, self._events, is_batch=False)
 
     def start_transfer(self, job: Job, now_s: float) -> None:
@@ -289,13 +292,14 @@ class EngineModel:
         group = self._at(job, now_s)
         if job.is_live:
             is_batch = job.phase is Phase.RUNNING
-            group.rank_of(job).remove(job)
+            self._ranks[job.rank].remove(job)
             group.changed(now_s, self._events, is_batch=is_batch)
 
     def advance(self, now_s: float) -> list[Event]:
         """Let time pass; returns what happened since the last call, in order per group of ranks."""
         for group in self._groups:
-            group.advance(now_s, self._events)
+            if group.due_s <= now_s:
+                group.advance(now_s, self._events)
         events, self._events = self._events, []
         return events
 
@@ -306,7 +310,8 @@ class EngineModel:
 
     def generated(self, job: Job, now_s: float) -> int:
         """Tokens of a running job's answer."""
-        return self._at(job, now_s).rank_of(job).generated(job)
+        self._at(job, now_s)
+        return self._ranks[job.rank].generated(job)
 
     @property
     def step_s(self) -> float:

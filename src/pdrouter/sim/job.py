@@ -5,7 +5,8 @@ Units: tokens; seconds of the engine's own clock, which the driver may run faste
 
 from collections.abc import Sequence
 from enum import StrEnum, auto
-from typing import NamedTuple
+
+import msgspec
 
 
 class Role(StrEnum):
@@ -103,7 +104,7 @@ class Job:
         return self.prompt_tokens + self.output_tokens - self.read_tokens
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """Something that happened at ``at_s``; ``tokens`` are those generated so far."""
 
     kind: EventKind
@@ -112,7 +113,7 @@ class Event(NamedTuple):
     tokens: int
 
 
-class RankLoad(NamedTuple):
+class RankLoad(msgspec.Struct, frozen=True, gc=False):
     """Load of one rank, as counts of requests and tokens.
 
     ``used_tokens``: KV held by live requests, shared blocks once. ``total_tokens``: those and the prompts of

@@ -17,6 +17,26 @@ from pdrouter.sim.job import Event, EventKind, Job, Phase, RankLoad, Role
 from pdrouter.sim.profiles import DecodeCurve, PrefillCurve
 from pdrouter.sim.radix import PrefixCache
 
+# Read as members of their enums they would cost a tenth of a microsecond each time.
+_BOOTSTRAP, _DONE, _INFLIGHT, _PREALLOC, _PREFILLING, _READY, _RUNNING, _TRANSFER, _WAITING = (
+    Phase.BOOTSTRAP,
+    Phase.DONE,
+    Phase.INFLIGHT,
+    Phase.PREALLOC,
+    Phase.PREFILLING,
+    Phase.READY,
+    Phase.RUNNING,
+    Phase.TRANSFER,
+    Phase.WAITING,
+)
+_DECODE, _REGULAR = Role.DECODE, Role.REGULAR
+_FINISHED, _PREFILLED, _PROGRESS, _RESERVED = (
+    EventKind.FINISHED,
+    EventKind.PREFILLED,
+    EventKind.PROGRESS,
+    EventKind.RESERVED,
+)
+
 
 class Rank:
     """Queues, KV and batch of one rank; capacities in tokens and requests."""
@@ -35,7 +55,6 @@ class Rank:
         self.capacity_tokens = capacity_tokens
         self.max_batch = max_batch
         self.chunk_tokens = chunk_tokens
-        self.when_full = when_full
         self.cache = PrefixCache(block_tokens)
         self.bootstrap: dict[Job, None] = {}
         self.waiting: deque[Job] = deque()
@@ -50,6 +69,7 @@ class Rank:
         self.steps = 0
         self.preemptions = 0
         self.grows = when_full is not WhenFull.KEEP
+        self._retracts = when_full is WhenFull.RETRACT
         self._share = AnswerShare()
         self._chunked: Job | None = None
         self._is_blocked = False
@@ -71,12 +91,12 @@ class Rank:
     def enqueue(self, job: Job, phase: Phase) -> None:
         """Put a new job into the queue of ``phase``: bootstrap, waiting or prealloc."""
         job.phase = phase
-        if phase is Phase.PREALLOC:
+        if phase is _PREALLOC:
             self._queued_tokens += job.read_tokens
             self.prealloc.append(job)
             return
         self._wait(job)
-        if phase is Phase.BOOTSTRAP:
+        if phase is _BOOTSTRAP:
             self.bootstrap[job] = None
         else:
             self.waiting.append(job)
@@ -90,33 +110,33 @@ class Rank:
     def leave_bootstrap(self, job: Job) -> None:
         """Let a job be prefilled: its decode side is known."""
         del self.bootstrap[job]
-        job.phase = Phase.WAITING
+        job.phase = _WAITING
         self.waiting.append(job)
 
     def remove(self, job: Job) -> None:
         """Take a job out, wherever it is, and free what it holds."""
-        phase, job_queue = job.phase, None
-        if phase in {Phase.BOOTSTRAP, Phase.WAITING, Phase.PREALLOC}:
-            self._dequeued(job)
-        if phase is Phase.BOOTSTRAP:
-            del self.bootstrap[job]
-        elif phase is Phase.WAITING:
-            job_queue = self.waiting
-            self._is_blocked = False
-        elif phase is Phase.PREALLOC:
-            job_queue = self.retracted if job.preemptions else self.prealloc
-        elif phase is Phase.READY:
-            job_queue = self.ready
-        elif phase is Phase.TRANSFER:
-            self.transfer_count -= 1
-        elif phase is Phase.INFLIGHT:
-            self.inflight_count -= 1
-        elif phase is Phase.PREFILLING and job is self._chunked:
-            self._chunked = None
-        elif phase is Phase.RUNNING:
+        phase = job.phase
+        if phase is _RUNNING:
             self._leave_batch(job)
-        if job_queue is not None:
-            job_queue.remove(job)
+        elif phase is _INFLIGHT:
+            self.inflight_count -= 1
+        elif phase is _TRANSFER:
+            self.transfer_count -= 1
+        elif phase is _READY:
+            self.ready.remove(job)
+        elif phase is _PREFILLING:
+            if job is self._chunked:
+                self._chunked = None
+        else:
+            self._dequeued(job)
+            if phase is _BOOTSTRAP:
+                del self.bootstrap[job]
+            elif phase is _WAITING:
+                self.waiting.remove(job)
+            elif job.preemptions:
+                self.retracted.remove(job)
+            else:
+                self.prealloc.remove(job)
         self._free(job)
 
     @property
@@ -126,7 +146,7 @@ class Rank:
 
     def generated(self, job: Job) -> int:
         """Tokens of the answer so far."""
-        return 1 + self.steps - job.joined_step if job.phase is Phase.RUNNING else 0
+        return 1 + self.steps - job.joined_step if job.phase is _RUNNING else 0
 
     # The KV pool.
 
@@ -144,7 +164,7 @@ class Rank:
         tokens, spare = private_tokens, growth_tokens
         if answers:
             tokens += 1 if self.grows else job.output_tokens
-            if self.when_full is WhenFull.RETRACT:
+            if self._retracts:
                 spare += self._spare_tokens(job)
         if self.room_tokens < tokens + spare:
             return False
@@ -158,8 +178,8 @@ class Rank:
     def _spare_tokens(self, job: Job) -> int:
         """Return what SGLang wants to be free beside the first token, for this answer and those under way."""
         left = job.left_tokens
-        if job.role is Role.REGULAR:
-            behind = sum([mate.left_tokens for mate, _ in self.batch if mate.role is Role.REGULAR])
+        if job.role is _REGULAR:
+            behind = sum([mate.left_tokens for mate, _ in self.batch if mate.role is _REGULAR])
             ahead = sum([mate.output_tokens - self.generated(mate) for mate in self.running])
             return left - 1 + behind + int(self._share.at(self.steps) * ahead)
         taken = len(self.running) + self.transfer_count + len(self.ready)
@@ -167,9 +187,9 @@ class Rank:
         return RESERVED_ANSWER_TOKENS * taken + max(min(RESERVED_ANSWER_TOKENS, left), left - self.running_tokens) - 1
 
     def _evict(self) -> None:
-        lacking = self.cache.idle_tokens - self.room_tokens
-        if lacking > 0:
-            self.cache.evict(lacking)
+        idle_tokens = self.cache.idle_tokens
+        if idle_tokens and (room_tokens := self.room_tokens) < idle_tokens:
+            self.cache.evict(idle_tokens - room_tokens)
 
     def _free(self, job: Job) -> None:
         if job.pinned_blocks:
@@ -177,7 +197,7 @@ class Rank:
         self._reserved_tokens -= job.reserved_tokens
         self._private_used -= job.private_tokens
         job.pinned_blocks = job.private_tokens = job.reserved_tokens = 0
-        job.phase = Phase.DONE
+        job.phase = _DONE
         self._is_blocked = False
 
     def _enter_cache(self, job: Job) -> None:
@@ -198,6 +218,17 @@ class Rank:
 
     # Decode: reserve, receive, join.
 
+    def is_tight(self, steps: int) -> bool:
+        """Whether who waits for KV, and all that answers grow by in so many steps, could be more than there is."""
+        if not self.grows or self.batch:
+            return False
+        if len(self.prealloc) + len(self.retracted) > 1:
+            return True
+        job, running = (self.retracted or self.prealloc)[0], len(self.running)
+        others = running + self.transfer_count + len(self.ready)
+        most_tokens = job.prompt_tokens + job.output_tokens + RESERVED_ANSWER_TOKENS * others
+        return self.room_tokens < most_tokens + steps * running
+
     def reserve(self, at_s: float, events: list[Event], growth_tokens: int) -> list[Job]:
         """Give slots and KV to jobs of the prealloc queue, in order, while there are any.
 
@@ -212,18 +243,18 @@ class Rank:
                 break
             queue.popleft()
             self._dequeued(job)
-            job.phase = Phase.TRANSFER
+            job.phase = _TRANSFER
             self.transfer_count += 1
             if job.preemptions:
                 back.append(job)
             else:
-                events.append(Event(EventKind.RESERVED, job, at_s, 0))
+                events.append(Event(_RESERVED, job, at_s, 0))
         return back
 
     def receive(self, job: Job) -> None:
         """Take note that the KV is here: the job joins the batch at the next step."""
         self.transfer_count -= 1
-        job.phase = Phase.READY
+        job.phase = _READY
         self.ready.append(job)
 
     def join_ready(self, at_s: float, events: list[Event]) -> None:
@@ -238,17 +269,17 @@ class Rank:
             self.generated_tokens += 1
         if job.output_tokens == tokens:
             self._free(job)
-            events.append(Event(EventKind.FINISHED, job, at_s, tokens))
+            events.append(Event(_FINISHED, job, at_s, tokens))
             return
         if not self.running:
             self._share.begin(self.steps)
-        job.phase = Phase.RUNNING
+        job.phase = _RUNNING
         job.joined_step = self.steps + 1 - tokens
         self.running[job] = None
         self.running_tokens += job.read_tokens + 1
         self._private_used += 1
         if job.interval and not is_told and not (tokens - 1) % job.interval:
-            events.append(Event(EventKind.PROGRESS, job, at_s, tokens))
+            events.append(Event(_PROGRESS, job, at_s, tokens))
         self._schedule(job, tokens)
 
     def _schedule(self, job: Job, tokens: int) -> None:
@@ -276,7 +307,7 @@ class Rank:
             return False
         while self.running and self.room_tokens < len(self.running):
             self._preempt()
-        if self.when_full is WhenFull.RETRACT and self.running:
+        if self._retracts and self.running:
             tokens = sum(map(self.generated, self.running))
             most_tokens = sum(job.output_tokens for job in self.running)
             self._share.learn(self.steps, len(self.running), tokens, most_tokens)
@@ -284,8 +315,7 @@ class Rank:
 
     def _preempt(self) -> None:
         """Take the job out of the batch that goes first, and put it where it waits for its return."""
-        is_retracted = self.when_full is WhenFull.RETRACT
-        if is_retracted:
+        if self._retracts:
             job = min(self.running, key=lambda job: (self.generated(job), -job.prompt_tokens))
         else:
             job = next(reversed(self.running))
@@ -294,18 +324,18 @@ class Rank:
         self._free(job)
         job.preemptions += 1
         self.preemptions += 1
-        if is_retracted and job.role is Role.DECODE:
-            job.phase = Phase.PREALLOC
+        if self._retracts and job.role is _DECODE:
+            job.phase = _PREALLOC
             job.read_tokens = job.prompt_tokens + tokens - 1  # the KV of the last token is that of the next step
             job.waiting_tokens = 0
             self._queued_tokens += job.read_tokens
             self.retracted.append(job)
             return
-        job.role = Role.REGULAR  # from here on it is read here
-        job.phase = Phase.WAITING
+        job.role = _REGULAR  # from here on it is read here
+        job.phase = _WAITING
         job.read_tokens = job.prompt_tokens + tokens
         self._wait(job)
-        if is_retracted:
+        if self._retracts:
             self.waiting.append(job)
         else:
             self.waiting.appendleft(job)
@@ -333,7 +363,7 @@ class Rank:
         if not self.waiting or self._is_blocked:
             return None
         job = self.waiting[0]
-        is_regular = job.role is Role.REGULAR
+        is_regular = job.role is _REGULAR
         if is_regular and len(self.running) + batch_count >= self.max_batch:
             return None
         pinned = self.cache.match(job.blocks, self._match_limit(job))
@@ -347,7 +377,7 @@ class Rank:
         self.waiting.popleft()
         self._dequeued(job)
         job.pinned_blocks = pinned
-        job.phase = Phase.PREFILLING
+        job.phase = _PREFILLING
         job.done_tokens = cached
         if not job.preemptions:
             job.cached_tokens = cached
@@ -376,20 +406,20 @@ class Rank:
         batch, self.batch = self.batch, []
         self.prefill_busy_s += step_s
         for job, new_tokens in batch:
-            if job.phase is not Phase.PREFILLING:
+            if job.phase is not _PREFILLING:
                 continue
             self.prefill_uncached_tokens += new_tokens
             job.done_tokens += new_tokens
             self._enter_cache(job)
             if job.done_tokens < job.read_tokens:
                 continue
-            if job.role is Role.REGULAR:
+            if job.role is _REGULAR:
                 self._join(job, at_s, events, is_told=False)
             else:
-                job.phase = Phase.INFLIGHT
+                job.phase = _INFLIGHT
                 self.inflight_count += 1
                 self.generated_tokens += 1
-                events.append(Event(EventKind.PREFILLED, job, at_s, 1))
+                events.append(Event(_PREFILLED, job, at_s, 1))
 
     def finish_decode(self, steps: int, at_s: float, step_s: float, events: list[Event]) -> None:
         """Apply decode steps that are over; none of them but the last may have made anything due."""
@@ -409,17 +439,17 @@ class Rank:
                 continue
             tokens = self.generated(job)
             if tokens < job.output_tokens:
-                events.append(Event(EventKind.PROGRESS, job, at_s, tokens))
+                events.append(Event(_PROGRESS, job, at_s, tokens))
                 self._schedule(job, tokens)
             else:
                 self._leave_batch(job)
                 self._free(job)
-                events.append(Event(EventKind.FINISHED, job, at_s, tokens))
+                events.append(Event(_FINISHED, job, at_s, tokens))
 
     def load(self) -> RankLoad:
         """Load now."""
         used = self.cache.pinned_tokens + self._private_used
-        prefilling = {job for job, _ in self.batch if job.phase is Phase.PREFILLING}
+        prefilling = {job for job, _ in self.batch if job.phase is _PREFILLING}
         chunked = self._chunked
         left = 0
         if chunked is not None:

@@ -32,6 +32,9 @@ class Phase(StrEnum):
     DONE = auto()
 
 
+_NEW, _DONE = Phase.NEW, Phase.DONE  # read as members they would cost a tenth of a microsecond each time
+
+
 class EventKind(StrEnum):
     """What happened to a job."""
 
@@ -81,7 +84,7 @@ class Job:
         self.blocks = blocks
         self.interval = interval
         self.role: Role | None = None
-        self.phase = Phase.NEW
+        self.phase = _NEW
         self.read_tokens = prompt_tokens  # what it needs KV of to run: once preempted, also what it has answered
         self.preemptions = 0
         self.cached_tokens = 0
@@ -96,7 +99,7 @@ class Job:
     @property
     def is_live(self) -> bool:
         """Whether it is queued or holds anything."""
-        return self.phase is not Phase.NEW and self.phase is not Phase.DONE
+        return self.phase is not _NEW and self.phase is not _DONE
 
     @property
     def left_tokens(self) -> int:

@@ -29,6 +29,15 @@ from pdrouter.sim.virtual.run import Answer, Run, start_run
 from pdrouter.sim.virtual.trace import Request, Trace
 from pdrouter.sim.virtual.waitroom import Waiter, Waitroom
 
+# Read as members of their enums they would cost a tenth of a microsecond each time.
+_FINISHED, _PROGRESS, _RESERVED, _TRANSFERRED = (
+    EventKind.FINISHED,
+    EventKind.PROGRESS,
+    EventKind.RESERVED,
+    EventKind.TRANSFERRED,
+)
+
+
 _IDLE_S = 0.01
 """What counts as a step of a rank all of whose answers were preempted; chosen."""
 
@@ -198,11 +207,11 @@ class Simulator:
         leg, kind, at_s = event.job, event.kind, event.at_s
         assert isinstance(leg, Leg)  # noqa: S101 (narrows the type)
         flight = leg.flight
-        if kind is EventKind.FINISHED:
+        if kind is _FINISHED:
             self._finished(flight, event)
-        elif kind is EventKind.PROGRESS:
+        elif kind is _PROGRESS:
             self._begun(flight, at_s)
-        elif kind is EventKind.TRANSFERRED:
+        elif kind is _TRANSFERRED:
             prefill, decision = flight.prefill, flight.decision
             if prefill is not None:
                 usage = events.PrefillUsageSeen(decision, prefill.prompt_tokens, prefill.cached_tokens)
@@ -212,7 +221,7 @@ class Simulator:
                 prefill.site.model.release(prefill, at_s)
                 self._agenda.advance(prefill.site, at_s)
         else:
-            if kind is EventKind.RESERVED:
+            if kind is _RESERVED:
                 flight.is_reserved = True
             else:
                 flight.is_prefilled = True

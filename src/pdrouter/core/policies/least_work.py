@@ -126,21 +126,21 @@ class _PairSearch:
         tier, decode, held, read_s, move_s = None, None, -1, 0.0, 0.0
         for key, tokens in job.cached_tokens.items():
             worker = workers.get(key)
-            if worker is None or worker.prefill_tier is None or worker.site.domain is not domain:
+            if worker is None:
                 continue
             if tokens != held or worker.prefill_tier is not tier:
-                tier, held = worker.prefill_tier, tokens
-                decode = self._decode(worker.site.pool)
-                read_s = tier.pace.prefill_s(job.prompt_tokens - held, held)
-                move_s = transfer_s(tier.pace.profile, job.prompt_tokens)
+                tier, held, decode = worker.prefill_tier, tokens, None
+                if tier is not None and worker.site.domain is domain:
+                    decode = self._decode(worker.site.pool)
+                    read_s = tier.pace.prefill_s(job.prompt_tokens - held, held)
+                    move_s = transfer_s(tier.pace.profile, job.prompt_tokens)
             if decode is None:
                 continue
-            wait_s = worker.free_at_s - now_s if worker.free_at_s > now_s else 0.0
-            if avoid and job.avoids(key):
-                wait_s += AVOIDED_S
-            prefill_s = wait_s + read_s + move_s
-            self._seen += 1
+            prefill_s = (worker.free_at_s - now_s if worker.free_at_s > now_s else 0.0) + read_s + move_s
             if prefill_s + decode.cost_s <= self._best_s:
+                if avoid and job.avoids(key):
+                    prefill_s += AVOIDED_S
+                self._seen += 1
                 self._weigh(Offer(prefill_s, worker), decode)
 
     def pools(self, domain: Domain) -> None:

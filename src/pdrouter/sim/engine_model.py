@@ -121,7 +121,7 @@ class _Group:
                 over_s = stretch.over_s
                 self._apply(stretch.steps, over_s, stretch.step_s(stretch.steps), events)
                 self._plan(over_s, events)
-            self._look_ahead()
+                self._look_ahead()
 
     def changed(self, at_s: float, events: list[Event], *, is_batch: bool) -> None:
         """Act on changed queues, and on a batch that lost a job: at once if idle, else when the step is over."""
@@ -167,6 +167,8 @@ class _Group:
             if not job.preemptions:
                 events.append(Event(_TRANSFERRED, job, at_s, 0))
             self.changed(at_s, events, is_batch=True)
+        else:
+            self._look_ahead()
 
     def _apply(self, steps: int, at_s: float, step_s: float, events: list[Event]) -> None:
         for rank in self.ranks:

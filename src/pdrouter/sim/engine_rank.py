@@ -344,9 +344,11 @@ class Rank:
 
     def plan_prefill(self) -> bool:
         """Fill the next prefill batch: the chunk under way first, then the queue while chunk and KV last."""
+        job = self._chunked
+        if job is None and (not self.waiting or self._is_blocked):
+            return False
         budget = self.chunk_tokens
         batch = self.batch
-        job = self._chunked
         while budget > 0:
             if job is None:
                 job = self._admit(len(batch))

@@ -44,10 +44,12 @@ class PrefixCache:
         pins, idle = self._pins, self._idle
         before = len(pins) + len(idle)
         for block in blocks:
-            count = pins.get(block, 0)
-            pins[block] = count + 1
-            if not count and block in idle:
-                del idle[block]
+            if block in pins:
+                pins[block] += 1
+            else:
+                pins[block] = 1
+                if block in idle:
+                    del idle[block]
         return len(pins) + len(idle) - before
 
     def unpin(self, blocks: Sequence[int]) -> None:

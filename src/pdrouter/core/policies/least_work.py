@@ -141,7 +141,7 @@ class _PairSearch:
                 if avoid and job.avoids(key):
                     prefill_s += AVOIDED_S
                 self._seen += 1
-                self._weigh(Offer(prefill_s, worker), decode)
+                self._weigh(prefill_s, worker, decode)
 
     def pools(self, domain: Domain) -> None:
         """Look at the pools of a domain, the most promising first; those that can't do better are left out."""
@@ -185,7 +185,7 @@ class _PairSearch:
             for tier in pool.prefill.values():
                 worker = _first(self._job, tier)
                 self._seen += 1
-                self._weigh(Offer(prefill_cost_s(self._job, worker), worker), decode)
+                self._weigh(prefill_cost_s(self._job, worker), worker, decode)
 
     def _decode(self, pool: Pool) -> Offer | None:
         """Return the best of a pool's other side, looked for once."""
@@ -193,15 +193,15 @@ class _PairSearch:
             self._decodes[pool] = best_decode(self._job, pool)
         return self._decodes[pool]
 
-    def _weigh(self, prefill: Offer, decode: Offer) -> None:
+    def _weigh(self, prefill_s: float, worker: Worker, decode: Offer) -> None:
         """Keep a pair if it is better, or as good with a rank that is free for longer: no one gets it all."""
-        cost_s = prefill.cost_s + decode.cost_s
+        cost_s = prefill_s + decode.cost_s
         if cost_s == self._best_s and self._best is not None:
-            is_better = prefill.worker.free_at_s < self._best[0].worker.free_at_s
+            is_better = worker.free_at_s < self._best[0].worker.free_at_s
         else:
             is_better = cost_s < self._best_s
         if is_better:
-            self._best_s, self._best = cost_s, (prefill, decode)
+            self._best_s, self._best = cost_s, (Offer(prefill_s, worker), decode)
 
 
 class _RegularSearch:

@@ -202,6 +202,28 @@ def test_room_is_left_for_answers_under_way(new_profile: Any) -> None:
     assert admitted == {WhenFull.KEEP: 2, WhenFull.RECOMPUTE: 8, WhenFull.RETRACT: 3}
 
 
+def test_what_was_given_meanwhile_isnt_grown_into(new_profile: Any) -> None:
+    """An answer under way, in many steps at once, ends where the KV does that a newcomer has got since it began."""
+    bench = Bench(new_profile(kv_capacity_tokens=1000), Role.DECODE, when_full=WhenFull.RECOMPUTE)
+    old = bench.submit("old", 0, 100, 800)
+    bench.run(0)
+    bench.model.start_transfer(old, 0.0)
+    new = bench.submit("new", 2000, 650, 10)
+    bench.run(2000)
+    assert new.phase is Phase.TRANSFER
+    free = 1000 - bench.loads()[0].reserved_tokens
+    tokens = bench.model.generated(old, 2.0)
+    assert 0 < free < 100
+    bench.run(10_000)
+    load = bench.loads()[0]
+    assert (old.preemptions, load.running, load.waiting, load.reserved_tokens) == (1, 0, 1, 651)
+    assert old.read_tokens == 100 + tokens + free
+    bench.model.release(new, 10.0)
+    bench.run()
+    assert bench.times(EventKind.FINISHED).keys() == {"old"}
+    assert bench.is_idle
+
+
 def test_a_preempted_job_can_be_released_while_it_waits(new_profile: Any) -> None:
     """Nothing of it stays, wherever it waits, and its neighbour goes on."""
     for when_full in PREEMPTING:

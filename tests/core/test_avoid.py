@@ -44,6 +44,18 @@ def test_each_retry_goes_elsewhere_until_all_were_tried(policy: str, rank_policy
 
 
 @pytest.mark.invariant("I8")
+def test_a_failed_rank_isnt_chosen_for_what_it_holds() -> None:
+    """Though the prompt needn't be read there, it is read elsewhere; where there is no other rank, it is used again."""
+    router = make([prefill("p"), prefill("q"), decode("d")], "least_work", "least_work")
+    blocks = tuple(range(100))
+    router.prefixes.insert(blocks, RankKey("p", 0))
+    asked = facts(10_000, prefix_blocks=blocks, block_tokens=100.0)
+    assert prefill_of(decide(router, asked, 0.0, failed(("p", 0)))).endpoint.address == "q"
+    router.observe(events.EndpointLeft("q"), 1.0)
+    assert prefill_of(decide(router, asked, 1.0, failed(("p", 0)))).endpoint.address == "p"
+
+
+@pytest.mark.invariant("I8")
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_side_that_has_no_other_rank_doesnt_hold_the_other_one(policy: str) -> None:
     """The only decode rank is taken again, with another prefill rank; an endpoint as a whole can be avoided."""

@@ -228,6 +228,20 @@ async def test_reports_equal_the_model(client: Any, until: Any) -> None:
         await until(lambda: emulator.snapshot().is_idle)
 
 
+async def test_retractions_are_told(client: Any, until: Any) -> None:
+    """An answer that the KV had no room for is retracted, read anew and comes whole; reply and metrics say so."""
+    async with start_emulator(EmulatorSettings(kv_capacity_tokens=2000, speed=10.0)) as emulator:
+        old, new = ({"text": "hi", "sampling_params": {"max_new_tokens": tokens}} for tokens in (1500, 900))
+        first = await client.start(emulator.url, "/generate", old)
+        await until(lambda: emulator.snapshot().ranks[0].used_tokens > 250)
+        second = await client.start(emulator.url, "/generate", new)
+        metas = [(await call.finish()).json()["meta_info"] for call in (first, second)]
+        assert [meta["completion_tokens"] for meta in metas] == [1500, 900]
+        assert [meta["total_retractions"] for meta in metas] == [0, 1]
+        text = (await client.send(emulator.url, "/metrics")).body.decode()
+        assert 'sglang:num_retracted_requests_total{dp_rank="0",model_name="emulated"} 1.0' in text
+
+
 async def test_abort_matches_ids_by_prefix(client: Any, until: Any) -> None:
     """Those that begin so end with what they have; others go on; abort_all ends all; unknown ids do nothing."""
     async with start_emulator(EmulatorSettings(dp_size=2)) as emulator:

@@ -9,71 +9,14 @@ from math import inf
 from typing import Any
 
 import pytest
+from tests.sim.engine_bench import BLOCK, Bench
 
-from pdrouter.sim.engine_model import EngineModel, ModelSettings
 from pdrouter.sim.engine_rank import Rank
-from pdrouter.sim.job import EventKind, Job, Phase, RankLoad, Role
-from pdrouter.sim.profiles import DecodeCurve, DpSplit, PrefillCurve, Profile
+from pdrouter.sim.full_kv import WhenFull
+from pdrouter.sim.job import EventKind, Job, Phase, Role
+from pdrouter.sim.profiles import DecodeCurve, DpSplit, PrefillCurve
 
-BLOCK = 64
 steps_until_due = Rank.steps_until_due
-
-
-class Bench:
-    """A model, its jobs by name, and what has happened as (name, kind, ms, tokens)."""
-
-    def __init__(self, profile: Profile, role: Role, dp_size: int = 1, **settings: Any) -> None:
-        fields: dict[str, Any] = {
-            "profile": profile,
-            "role": role,
-            "dp_size": dp_size,
-            "kv_capacity_tokens": profile.kv_capacity_tokens,
-            "block_tokens": BLOCK,
-        }
-        self.model = EngineModel(ModelSettings(**(fields | settings)))
-        self.names: dict[Job, str] = {}
-        self.log: list[tuple[str, EventKind, float, int]] = []
-        self.now_s = 0.0
-
-    def submit(
-        self,
-        name: str,
-        at_ms: float,
-        prompt: int,
-        output: int = 1,
-        *,
-        rank: int = 0,
-        interval: int = 0,
-        blocks: list[int] | None = None,
-    ) -> Job:
-        self.run(at_ms)
-        job = Job(rank, prompt, output, blocks or [], interval)
-        self.names[job] = name
-        self.model.submit(job, at_ms / 1000)
-        return job
-
-    def run(self, until_ms: float = inf) -> None:
-        """Let time pass event by event, as a simulator does."""
-        while (next_s := self.model.next_event_s) * 1000 <= until_ms and next_s < inf:
-            self._note(next_s)
-        if until_ms < inf:
-            self._note(until_ms / 1000)
-
-    def _note(self, now_s: float) -> None:
-        self.now_s = max(now_s, self.now_s)
-        for event in self.model.advance(self.now_s):
-            at_ms = round(event.at_s * 1000, 6)
-            self.log.append((self.names[event.job], event.kind, at_ms, event.tokens))
-
-    def loads(self) -> list[RankLoad]:
-        return self.model.loads(self.now_s)
-
-    def times(self, kind: EventKind) -> dict[str, float]:
-        return {name: at_ms for name, what, at_ms, _ in self.log if what is kind}
-
-    @property
-    def is_idle(self) -> bool:
-        return all(load.is_idle for load in self.loads())
 
 
 def test_prefill_takes_the_formula_s_time_and_holds_kv_until_released(new_profile: Any) -> None:
@@ -333,13 +276,14 @@ def test_a_prefill_may_wait_for_its_decode_side(new_profile: Any) -> None:
 @pytest.mark.parametrize("role", list(Role))
 @pytest.mark.parametrize("dp_size", [1, 3])
 @pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("when_full", list(WhenFull))
 def test_books_balance_after_random_traffic(
-    new_profile: Any, dp_split: Any, role: Role, dp_size: int, is_split: bool
+    new_profile: Any, dp_split: Any, role: Role, dp_size: int, is_split: bool, when_full: WhenFull
 ) -> None:
     """Arrivals, transfers and releases in any order never overfill a rank and leave nothing behind."""
     rng = random.Random(dp_size)
     profile = new_profile(kv_capacity_tokens=2000, max_batch=3, dp_split=dp_split if is_split else None)
-    bench = Bench(profile, role, dp_size)
+    bench = Bench(profile, role, dp_size, when_full=when_full)
     live: list[Job] = []
     at_ms = 0.0
     for number in range(300):

@@ -203,6 +203,18 @@ def test_ranks_that_step_together_wait_for_the_slowest() -> None:
     assert max(answer.ttft_s for answer in apart.answers) > 2 * min(answer.ttft_s for answer in apart.answers)
 
 
+def test_answers_that_outgrow_the_kv_are_counted_and_come() -> None:
+    """Decode ranks too small for all that they are given preempt; every request is answered, none of it twice."""
+    tight = {
+        "real": make_profile(**{f: getattr(REAL, f) for f in REAL.__struct_fields__} | {"kv_capacity_tokens": 9000})
+    }
+    trace = make_trace([Request(1.0 + number, 500, 4000) for number in range(12)])
+    run = simulate(trace, pairs(2, 2, profile="real"), tight)
+    assert len(run.answers) == 12
+    assert run.preemptions > 0
+    assert simulate(trace, pairs(2, 2, profile="real"), PROFILES).preemptions == 0
+
+
 def entrance(**changes: float) -> EntranceOptions:
     """Return a queue before ranks that have enough to do with one prompt; it lets nobody wait for long."""
     admission: dict[str, Any] = {"max_waiting": 100, "max_waiting_bytes": 10**9, "max_wait_s": 1000.0}

@@ -17,7 +17,12 @@ def cached_tokens(prefixes: PrefixIndex, facts: RequestFacts) -> Mapping[RankKey
     match = prefixes.find(facts.prefix_blocks)
     most = max(0, facts.prompt_tokens - 1)  # an engine computes at least one token
     longest = match.longest(_MAX_LISTED)
-    cached = {rank: min(most, int(blocks * facts.block_tokens)) for rank, blocks in longest.items()}
+    cached: dict[RankKey, int] = {}
+    last, tokens = 0, 0
+    for rank, blocks in longest.items():
+        if blocks != last:
+            last, tokens = blocks, min(most, int(blocks * facts.block_tokens))
+        cached[rank] = tokens
     return cached if match.ranks <= _MAX_LISTED else _ManyHolders(cached, match, facts.block_tokens, most)
 
 

@@ -182,9 +182,13 @@ class Account:
 
     def forget(self, until_s: float) -> None:
         """Fold the changes before ``until_s``; a later report must be younger."""
-        history = self._history
+        history, held, requests = self._history, 0, 0
         while history and history[0][0] <= until_s:
-            self._fold()
+            _, _, held_change, requests_change = history.popleft()
+            held += held_change
+            requests += requests_change
+        self._folded_held += held
+        self._folded_requests += requests
         self.folded_until_s = max(self.folded_until_s, until_s)
 
     def validate(self) -> None:

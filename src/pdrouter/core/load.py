@@ -358,6 +358,8 @@ def _corrections(
     if lags:
         reported = [None if number is None else max(number, ours) for number, ours in pairs]
         pairs = list(zip(reported, visible, strict=True))
-    beyond = sum(max(0.0, number - ours) for number, ours in pairs if number is not None)
-    others = max(0.0, 1.0 - unassigned / beyond) if beyond else 0.0
+    others = 1.0
+    if unassigned:
+        beyond = sum(max(0.0, number - ours) for number, ours in pairs if number is not None)
+        others = max(0.0, 1.0 - unassigned / beyond) if beyond else 0.0
     return [None if number is None else Correction.between(number, ours, others) for number, ours in pairs]

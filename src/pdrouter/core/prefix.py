@@ -155,10 +155,11 @@ class Match:
             if len(holds) == deeper:
                 continue
             deeper = len(holds)
-            for hold in holds if deeper <= limit else _window(holds, self._turn, limit):
-                matched.setdefault(hold.holder.key, depth)
-                if len(matched) == limit:
-                    return matched
+            keys = [hold.holder.key for hold in (holds if deeper <= limit else _window(holds, self._turn, limit))]
+            fresh = [key for key in keys if key not in matched] if matched else keys
+            matched |= dict.fromkeys(fresh[: limit - len(matched)], depth)
+            if len(matched) == limit:
+                break
         return matched
 
 

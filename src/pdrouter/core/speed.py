@@ -23,6 +23,8 @@ MAX_FACTOR = 32.0
 CLASS_STEP = 1.1
 """Factor between neighbouring classes: "geometric steps of about 10 %", few enough for a heap each (73)."""
 
+_CLASS_STEP_LOG = log(CLASS_STEP)
+
 _KEPT_STEPS = 0.9
 """How far, in steps, a factor may be from its class before it gets another. Chosen: above one half, so that noise at a
 border doesn't make it flap (0.8 steps, 8 %, between going and coming back), below 1, so that a class is within 10 %."""
@@ -48,13 +50,12 @@ class _Factor:
     While few were seen, ``PRIOR`` more are assumed: the median of its ``peers``, or 1 where it has none.
     """
 
-    __slots__ = ("_assumed", "_latest", "_peers", "_sorted", "number", "value")
+    __slots__ = ("_latest", "_peers", "_sorted", "number", "value")
 
     def __init__(self, peers: "_Factor | None" = None) -> None:
         self._latest: deque[float] = deque(maxlen=WINDOW)  # logarithms, so that half and double weigh the same
         self._sorted: list[float] = []
         self._peers = peers
-        self._assumed = 0.0
         self.value = 1.0
         self.number = 0
         self.refresh()
@@ -76,19 +77,18 @@ class _Factor:
 
     def refresh(self) -> None:
         """Judge anew by what was seen, and by what peers are like now."""
-        if self._peers is not None:
-            self._assumed = log(self._peers.value)
         seen = len(self._sorted)
         assumed = min(PRIOR, WINDOW - seen)
         if assumed:
-            start = bisect_left(self._sorted, self._assumed)
-            ordered = [*self._sorted[:start], *[self._assumed] * assumed, *self._sorted[start:]]
+            usual = 0.0 if self._peers is None else log(self._peers.value)
+            start = bisect_left(self._sorted, usual)
+            ordered = [*self._sorted[:start], *[usual] * assumed, *self._sorted[start:]]
         else:
             ordered = self._sorted
         count = seen + assumed
         median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
         self.value = exp(median)
-        steps = median / log(CLASS_STEP)
+        steps = median / _CLASS_STEP_LOG
         if abs(steps - self.number) > _KEPT_STEPS:
             self.number = round(steps)
 

@@ -28,7 +28,7 @@ class Control:
     async def _show(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
         snapshot = self._engine.snapshot()
         shown = msgspec.structs.asdict(snapshot)
-        shown["ranks"] = [rank._asdict() for rank in snapshot.ranks]
+        shown["ranks"] = [msgspec.structs.asdict(rank) for rank in snapshot.ranks]
         shown["is_idle"] = snapshot.is_idle
         shown["received"] = list(self._engine.received)
         await exchange.reply_json(200, shown)

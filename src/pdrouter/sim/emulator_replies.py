@@ -67,7 +67,7 @@ class GenerateReply(Reply):
             "finish_reason": _finish_reason(ticket) if tokens == ticket.tokens else None,
             "prompt_tokens": ticket.job.prompt_tokens,
             "weight_version": "default",
-            "total_retractions": 0,
+            "total_retractions": ticket.job.preemptions,
             "completion_tokens": tokens,
             "cached_tokens": ticket.cached_tokens,
             "dp_rank": ticket.rank,

@@ -14,6 +14,7 @@ from pdrouter.sim.call import RoomHandoff
 from pdrouter.sim.emulator_kind import Handshake
 from pdrouter.sim.emulator_settings import EmulatorSettings, EngineError
 from pdrouter.sim.engine_model import EngineModel, ModelSettings
+from pdrouter.sim.full_kv import rule_of
 from pdrouter.sim.job import Event, EventKind, Job, RankLoad, Role
 from pdrouter.sim.profiles import load_profile
 from pdrouter.sim.text import BLOCK_TOKENS
@@ -40,6 +41,7 @@ class LiveEngine:
                 dp_size=settings.dp_size,
                 kv_capacity_tokens=self.kv_capacity_tokens,
                 block_tokens=BLOCK_TOKENS,
+                when_full=rule_of(settings.engine),
                 waits_for_decode=settings.waits_for_decode,
             )
         )

@@ -79,18 +79,18 @@ class LoadReports:
                 "prefill_inflight_queue_reqs": load.inflight,
                 "decode_prealloc_queue_reqs": load.prealloc,
                 "decode_transfer_queue_reqs": load.transfer,
-                "decode_retracted_queue_reqs": 0,
+                "decode_retracted_queue_reqs": load.retracted,
                 "kv_transfer_speed_gb_s": _transfer_gb_s(engine) * speed,
                 "kv_transfer_latency_ms": 0.0,
             }
         if _wants("queues", include):
-            report["queues"] = {"waiting": load.waiting, "grammar": 0, "paused": 0, "retracted": 0}
+            report["queues"] = {"waiting": load.waiting, "grammar": 0, "paused": 0, "retracted": load.retracted}
         return report
 
 
 def _queued(load: RankLoad) -> int:
-    # As SGLang counts: the waiting queue, and the queue before it of the PD role.
-    return load.waiting + load.bootstrap + load.prealloc
+    # As SGLang counts: the waiting queue, and the queues before it of the PD role.
+    return load.waiting + load.bootstrap + load.prealloc + load.retracted
 
 
 def _wants(section: str, include: Collection[str]) -> bool:
@@ -126,6 +126,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[RankLoad], float]], ...] = (
     ("sglang:num_prefill_inflight_queue_reqs", "Inflight queue", lambda load: load.inflight),
     ("sglang:num_decode_prealloc_queue_reqs", "Prealloc queue", lambda load: load.prealloc),
     ("sglang:num_decode_transfer_queue_reqs", "Transfer queue", lambda load: load.transfer),
+    ("sglang:num_retracted_reqs", "Retracted requests that wait", lambda load: load.retracted),
 )
 
 
@@ -148,7 +149,9 @@ class _Metrics(Collector):
             families.append(gauge)
         rate = GaugeMetricFamily("sglang:gen_throughput", "Tokens generated per second", labels=labels)
         total = CounterMetricFamily("sglang:generation_tokens", "Tokens generated", labels=labels)
+        retracted = CounterMetricFamily("sglang:num_retracted_requests", "Requests retracted", labels=labels)
         for load in loads:
+            retracted.add_metric([settings.model, str(load.rank)], load.preemptions)
             rate.add_metric([settings.model, str(load.rank)], load.gen_tokens_per_s * settings.speed)
             total.add_metric([settings.model, str(load.rank)], load.generated_tokens)
-        return [*families, rate, total]
+        return [*families, rate, total, retracted]

@@ -42,28 +42,24 @@ class PrefixCache:
     def pin(self, blocks: Sequence[int]) -> int:
         """Hold these blocks, adding what is missing; returns how many were added."""
         pins, idle = self._pins, self._idle
-        added = 0
+        before = len(pins) + len(idle)
         for block in blocks:
-            count = pins.get(block)
-            if count is not None:
-                pins[block] = count + 1
-                continue
-            pins[block] = 1
-            if block in idle:
-                del idle[block]
+            if block in pins:
+                pins[block] += 1
             else:
-                added += 1
-        return added
+                pins[block] = 1
+                if block in idle:
+                    del idle[block]
+        return len(pins) + len(idle) - before
 
     def unpin(self, blocks: Sequence[int]) -> None:
         """Let go of blocks pinned before; the last to let go leaves them idle, newest at the root."""
         pins, idle = self._pins, self._idle
         for block in reversed(blocks):
-            count = pins[block] - 1
-            if count:
-                pins[block] = count
+            count = pins.pop(block)
+            if count > 1:
+                pins[block] = count - 1
             else:
-                del pins[block]
                 idle[block] = None
 
     def evict(self, tokens: int) -> int:

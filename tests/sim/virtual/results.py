@@ -10,7 +10,7 @@ from pdrouter.sim.virtual.sweep import Result
 
 def make_figures(**changes: Any) -> Figures:
     """Return figures of which all that aren't named are 1."""
-    fields = dict.fromkeys(Figures.__struct_fields__, 1.0) | {"requests": 10, "rejected": 0} | changes
+    fields = dict.fromkeys(Figures.__struct_fields__, 1.0) | {"requests": 10, "rejected": 0, "preemptions": 2} | changes
     return msgspec.convert(fields, Figures)
 
 

@@ -20,6 +20,20 @@ async def read(client: Any, emulator: Emulator) -> dict[tuple[str, str], float]:
     return {(s.name + s.labels.get("source", ""), s.labels["engine"]): s.value for s in samples if "engine" in s.labels}
 
 
+async def test_preemptions_are_counted(client: Any, until: Any) -> None:
+    """Two answers that outgrow the KV: one is preempted, and both come whole."""
+    settings = EmulatorSettings(engine="vllm", speed=500.0, kv_capacity_tokens=1000)
+    body = TEXTS | {"prompt": "hi", "max_tokens": 700, "ignore_eos": True}
+    async with start_emulator(settings) as emulator:
+        calls = [await client.start(emulator.url, TEXT_PATH, body) for _ in range(2)]
+        await until(lambda: emulator.snapshot().requests == 2)
+        replies = [(await call.finish()).json() for call in calls]
+        assert [reply["usage"]["completion_tokens"] for reply in replies] == [700, 700]
+        values = await read(client, emulator)
+        assert values["vllm:num_preemptions_total", "0"] == emulator.snapshot().ranks[0].preemptions > 0
+        await until(lambda: emulator.snapshot().is_idle)
+
+
 async def test_one_series_for_each_rank(client: Any, until: Any) -> None:
     """Labelled with ranks as the header has them; requests and KV as the engine has them."""
     settings = EmulatorSettings(engine="vllm", dp_size=2, dp_start_rank=4, speed=0.001, kv_capacity_tokens=128_000)

@@ -104,7 +104,7 @@ async def test_blocks_that_nobody_pulls_are_stranded(new_vllm_pair: Any, until: 
 async def test_a_decode_whose_client_leaves_gives_the_blocks_up(new_vllm_pair: Any, until: Any) -> None:
     """Before it had room, while it pulled, or while it wrote: the prefill holds nothing for it."""
     async with new_vllm_pair(kv_capacity_tokens=1000, speed=1.0) as pair:
-        body = TEXTS | {"max_tokens": 800, "prompt": TEXT[:64]}
+        body = TEXTS | {"max_tokens": 300, "prompt": "word " * 480}
         calls = []
         for _ in range(2):  # the second has no room
             first = await pair.prefill_leg(TEXT_PATH, body, kv_transfer_params=PREFILL_PARAMS)

@@ -10,7 +10,9 @@ better. The choice is the optimum over the keys and tiers in the index.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
+
+import msgspec
 
 from pdrouter.core.cost import Profile, prefill_s, transfer_s
 from pdrouter.core.decision import Why
@@ -29,14 +31,14 @@ AVOIDED_S = 2.0**20
 """What is put on top of the cost of a rank to avoid: more than any request takes, so that fewest of them are chosen."""
 
 
-class Offer(NamedTuple):
+class Offer(msgspec.Struct, frozen=True, gc=False):
     """What a rank would take, and the seconds that it costs the request; ``AVOIDED_S`` more if it is to be avoided."""
 
     cost_s: float
     worker: Worker
 
 
-class PairOffer(NamedTuple):
+class PairOffer(msgspec.Struct, frozen=True, gc=False):
     """The least of what was looked at; ``prefill`` is ``None`` for a regular rank, which does both."""
 
     cost_s: float
@@ -118,11 +120,28 @@ class _PairSearch:
         return PairOffer(self._best_s, *self._best, self._seen)
 
     def matches(self, index: WorkIndex, domain: Domain) -> None:
-        """Look at the ranks that hold some of the prompt."""
-        for key in self._job.cached_tokens:
-            worker = index.workers.get(key)
-            if worker is not None and worker.prefill is not None and worker.site.domain is domain:
-                self._consider(worker)
+        """Look at the ranks that hold some of the prompt; what ranks alike that hold as much take is told once."""
+        job, workers = self._job, index.workers
+        now_s, avoid = job.now_s, job.avoid
+        tier, decode, held, read_s, move_s = None, None, -1, 0.0, 0.0
+        for key, tokens in job.cached_tokens.items():
+            worker = workers.get(key)
+            if worker is None:
+                continue
+            if tokens != held or worker.prefill_tier is not tier:
+                tier, held, decode = worker.prefill_tier, tokens, None
+                if tier is not None and worker.site.domain is domain:
+                    decode = self._decode(worker.site.pool)
+                    read_s = tier.pace.prefill_s(job.prompt_tokens - held, held)
+                    move_s = transfer_s(tier.pace.profile, job.prompt_tokens)
+            if decode is None:
+                continue
+            prefill_s = (worker.free_at_s - now_s if worker.free_at_s > now_s else 0.0) + read_s + move_s
+            if prefill_s + decode.cost_s <= self._best_s:
+                if avoid and job.avoids(key):
+                    prefill_s += AVOIDED_S
+                self._seen += 1
+                self._weigh(prefill_s, worker, decode)
 
     def pools(self, domain: Domain) -> None:
         """Look at the pools of a domain, the most promising first; those that can't do better are left out."""
@@ -161,26 +180,28 @@ class _PairSearch:
         return floor_s >= self._best_s - _NEGLIGIBLE_S
 
     def _consider_pool(self, pool: Pool) -> None:
-        for tier in pool.prefill.values():
-            self._consider(_first(self._job, tier))
+        decode = self._decode(pool)
+        if decode is not None:
+            for tier in pool.prefill.values():
+                worker = _first(self._job, tier)
+                self._seen += 1
+                self._weigh(prefill_cost_s(self._job, worker), worker, decode)
 
-    def _consider(self, worker: Worker) -> None:
-        pool = worker.site.pool
-        decode = self._decodes.get(pool)
-        if decode is None:
-            decode = self._decodes[pool] = best_decode(self._job, pool)
-            if decode is None:
-                return
-        self._seen += 1
-        prefill_s = prefill_cost_s(self._job, worker)
+    def _decode(self, pool: Pool) -> Offer | None:
+        """Return the best of a pool's other side, looked for once."""
+        if pool not in self._decodes:
+            self._decodes[pool] = best_decode(self._job, pool)
+        return self._decodes[pool]
+
+    def _weigh(self, prefill_s: float, worker: Worker, decode: Offer) -> None:
+        """Keep a pair if it is better, or as good with a rank that is free for longer: no one gets it all."""
         cost_s = prefill_s + decode.cost_s
-        if cost_s < self._best_s or (cost_s == self._best_s and self._is_longer_free(worker)):
-            self._best_s = cost_s
-            self._best = (Offer(prefill_s, worker), decode)
-
-    def _is_longer_free(self, worker: Worker) -> bool:
-        """Whether it is free for longer than the best: of idle ranks with the same match no one gets it all."""
-        return self._best is not None and worker.free_at_s < self._best[0].worker.free_at_s
+        if cost_s == self._best_s and self._best is not None:
+            is_better = worker.free_at_s < self._best[0].worker.free_at_s
+        else:
+            is_better = cost_s < self._best_s
+        if is_better:
+            self._best_s, self._best = cost_s, (Offer(prefill_s, worker), decode)
 
 
 class _RegularSearch:

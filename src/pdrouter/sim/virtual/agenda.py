@@ -10,6 +10,7 @@ from math import inf
 
 from pdrouter.core.fleet import Endpoint
 from pdrouter.sim.engine_model import EngineModel, ModelSettings
+from pdrouter.sim.full_kv import rule_of
 from pdrouter.sim.job import Event
 from pdrouter.sim.profiles import Profile
 from pdrouter.sim.virtual.fleet_spec import EngineSpec, FleetSpec, at_speed, endpoints_of
@@ -89,6 +90,7 @@ def build(
             dp_size=ranks,
             kv_capacity_tokens=spec.kv_capacity_tokens or profile.kv_capacity_tokens,
             block_tokens=block_tokens,
+            when_full=rule_of(profile.engine),
         )
         yield spec, endpoint, [Site(EngineModel(settings), place + first) for first in range(0, spec.ranks, ranks)]
         place += spec.ranks

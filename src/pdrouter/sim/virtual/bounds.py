@@ -190,6 +190,7 @@ class _Writers:
             agenda.run_until(read.at_s)
             self._start(read)
         agenda.run_until(inf)
+        self._run.preemptions = sum({rank.site: rank.site.model.preemptions for rank in self._ranks}.values())
         return self._run
 
     def _start(self, read: _Read) -> None:

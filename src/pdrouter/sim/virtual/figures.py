@@ -44,6 +44,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     rejected: int
+    preemptions: int
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -108,6 +109,7 @@ def figures_of(run: Run, alone_s: Sequence[float] | None, objective: Objective) 
     return Figures(
         requests=run.planned,
         rejected=run.rejected.total(),
+        preemptions=run.preemptions,
         ttft_mean_s=fmean([answer.ttft_s for answer in answers]) if answers else 0.0,
         slowdown_p50=slowdown[0],
         slowdown_p90=slowdown[1],

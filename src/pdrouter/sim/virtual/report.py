@@ -37,6 +37,7 @@ COLUMNS: Mapping[str, Column] = {
     "hit_rate": Column("prefix\nhits", "%", 100, ".1f"),
     "prefill_imbalance": Column("P max/\nmean", "times", 1, ".2f"),
     "decode_imbalance": Column("D max/\nmean", "times", 1, ".2f"),
+    "preemptions": Column("pre-\nempted", "", 1, ".0f"),
     "rejected": Column("rejected", "", 1, ".0f"),
 }
 

@@ -34,10 +34,10 @@ class Run:
     """One run so far.
 
     ``*_places`` is how many ranks read prompts and write answers, 0 where that isn't known; ``rejected`` counts who
-    wasn't answered, by the error's code.
+    wasn't answered, by the error's code, ``preemptions`` how often engines took KV from an answer under way.
     """
 
-    __slots__ = ("answers", "decode_places", "planned", "prefill_places", "rejected", "span_s")
+    __slots__ = ("answers", "decode_places", "planned", "preemptions", "prefill_places", "rejected", "span_s")
 
     def __init__(self, planned: int, span_s: float, prefill_places: int, decode_places: int) -> None:
         self.planned = planned
@@ -45,6 +45,7 @@ class Run:
         self.prefill_places = prefill_places
         self.decode_places = decode_places
         self.answers: list[Answer] = []
+        self.preemptions = 0
         self.rejected: Counter[str] = Counter()
 
 

@@ -91,7 +91,7 @@ class VllmMetrics(Collector):
                 "Prompt tokens from other engines",
                 [counts["external_kv_transfer"] for counts in sources],
             ),
-            ("vllm:num_preemptions", "Preemptions", [0 for _ in loads]),
+            ("vllm:num_preemptions", "Preemptions", [load.preemptions for load in loads]),
         ]
         if self._connector.is_nixl:
             failed, expired = self._connector.failed_transfers, self._connector.expired_requests

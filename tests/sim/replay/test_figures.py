@@ -49,7 +49,7 @@ def test_figures_are_those_of_a_simulation() -> None:
     assert (round(figures.ttft_p50_s, 6), round(figures.token_p99_s, 6)) == (0.5, 0.01)
     assert round(figures.end_to_end_p50_s, 6) == 0.6
     assert (figures.hit_rate, figures.prefill_imbalance, figures.decode_imbalance) == (0.5, 2.0, 1.0)
-    assert figures.slowdown_p50 is None
+    assert figures.slowdown_p50 is figures.preemptions is None
     assert result.curves is not None
     assert sorted(map(sum, result.curves.prefill_work)) == [0, 550]
 

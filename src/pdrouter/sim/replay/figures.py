@@ -64,6 +64,7 @@ def result_of(played: Played, trace: Trace, places: Places, measure: Measure) ->
     span_s = max(sent.request.at_s for sent in played.sent) or 1.0 if played.cut else trace.span_s
     places = places.seen_in(answered)
     run = Run(len(played.sent), span_s, len(places.readers), len(places.writers))
+    run.preemptions = None
     run.rejected = Counter(sent.seen.problem for sent in played.sent if sent.seen.problem)
     readers, writers = ({name: i for i, name in enumerate(side)} for side in (places.readers, places.writers))
     for sent in answered:

@@ -44,7 +44,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     rejected: int
-    preemptions: int
+    preemptions: int | None
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float

@@ -16,6 +16,7 @@ def recorded(name: str) -> Run:
     entries = read_entries(name)
     first_s = entries[0].at_s
     run = Run(len(entries), entries[-1].at_s - first_s or 1.0, 0, 0)
+    run.preemptions = None
     for number, entry in enumerate(entries):
         if entry.outcome != ANSWERED:
             run.rejected[entry.outcome] += 1

@@ -34,7 +34,7 @@ class Run:
     """One run so far.
 
     ``*_places`` is how many ranks read prompts and write answers, 0 where that isn't known; ``rejected`` counts who
-    wasn't answered, by the error's code, ``preemptions`` how often engines took KV from an answer under way.
+    wasn't answered, by the error's code, ``preemptions`` how often engines took KV from an answer under way, if that is known.
     """
 
     __slots__ = ("answers", "decode_places", "planned", "preemptions", "prefill_places", "rejected", "span_s")
@@ -45,7 +45,7 @@ class Run:
         self.prefill_places = prefill_places
         self.decode_places = decode_places
         self.answers: list[Answer] = []
-        self.preemptions = 0
+        self.preemptions: int | None = 0
         self.rejected: Counter[str] = Counter()
 
 

@@ -52,7 +52,7 @@ class Row(msgspec.Struct):
     p99_us: float
 
 
-def make_router(ranks: int, groups: int, policy: str) -> Router:
+def make_router(ranks: int, groups: int, policy: str, profile: str = "") -> Router:
     """Return a fleet, half prefill and half decode, whose ranks have all reported."""
     options = router_options(Settings(policy=policy, rank_policy=policy, seed=1))  # type: ignore[arg-type]
     router = Router(options)
@@ -66,6 +66,7 @@ def make_router(ranks: int, groups: int, policy: str) -> Router:
             group=f"g{number // 2 % groups}",
             model="m",
             dp_size=DP_SIZE,
+            profile=profile or None,
         )
         router.observe(events.EndpointJoined(endpoint), 0.0)
         reports = [RankReport(rank, 0.0, 0.0) for rank in range(DP_SIZE)]
@@ -127,6 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON too")
     parser.add_argument("--policy", default="least_work", help="policy to measure (default least_work)")
+    parser.add_argument("--profile", default="", help="profile of all endpoints (default: the neutral one)")
     parser.add_argument("--count", type=int, default=2000, help="decisions measured for each row (default 2000)")
     args = parser.parse_args()
     rows = []
@@ -136,7 +138,7 @@ def main() -> int:
         task = progress.add_task("deciding", total=len(cases) * len(PROMPT_BYTES))
         for ranks, groups in cases:
             rng = random.Random(1)
-            router = make_router(ranks, groups, args.policy)
+            router = make_router(ranks, groups, args.policy, args.profile)
             fill_prefixes(router, rng)
             for prompt_bytes in PROMPT_BYTES:
                 taken = sorted(measure(router, rng, prompt_bytes, args.count))

@@ -33,7 +33,7 @@ from .builders import (
 )
 
 SLOW = msgspec.structs.replace(NEUTRAL, prefill_token_s=NEUTRAL.prefill_token_s * 3, step_base_s=0.03)
-TOGETHER = msgspec.structs.replace(NEUTRAL, steps_together=True)
+TOGETHER = msgspec.structs.replace(NEUTRAL, steps_together=True, prefill_pair_s=4e-8)
 SMALL = msgspec.structs.replace(NEUTRAL, kv_capacity_tokens=3000, max_batch=2)
 PROFILES: Mapping[str, Profile] = {"slow": SLOW, "together": TOGETHER, "small": SMALL}
 
@@ -212,9 +212,12 @@ def test_a_pool_without_one_side_is_left_out() -> None:
     """Nobody to pair with, nobody at all, and prefixes held by those that left."""
     cached = {RankKey("gone", 0): 50, RankKey("lonely", 0): 50}
     question = Question(("x",), Role.PREFILL, 100, cached, 10.0, 0.0)
-    router = make_least([prefill("lonely", group="a"), decode("d", group="b"), decode("e", group="c")])
+    lonely = [prefill("lonely", group="a"), prefill("many", group="a", dp_size=8, profile="together")]
+    router = make_least([*lonely, decode("d", group="b"), decode("e", group="c")])
     assert search_of(router).choose_pair(question, None) is None
-    assert search_of(make_least([prefill("lonely")])).choose_pair(question, None) is None
+    for profile in (None, "together"):
+        alone = make_least([prefill("lonely", profile=profile)])
+        assert search_of(alone).choose_pair(question, None) is None
     assert search_of(make_least([])).choose_regular(question, None) is None
     idle = make_least([regular("r")])
     idle.observe(events.ReadinessChanged("r", "out"), 0.0)
@@ -243,6 +246,41 @@ def test_the_predicted_time_is_the_formula() -> None:
         router.observe(events.LoadReported("small", [RankReport(0, tokens, requests)], at_s), at_s)
         step = step_s(SMALL, requests + 1, tokens + 1100)
         assert decode_cost_s(question, small) == pytest.approx(200 * step * (1 + lacking))
+
+
+def test_beside_a_deep_prompt_a_short_one_takes_longer() -> None:
+    """All of it at the pace of the slowest step; so it goes where shallow ones are read, though later."""
+    router = make_least([*(prefill(name, dp_size=3, profile="together") for name in "ab"), decode("d", dp_size=4)])
+    first = decide(router, facts(60_000), 0.0)
+    deep = router.work.sites[prefill_of(first).endpoint.address]
+    (other,) = {"a", "b"} - {deep.endpoint.address}
+    router.observe(events.LoadReported(deep.endpoint.address, [RankReport(r, 0.0, 0.0) for r in range(3)], 9.0), 9.0)
+    assert deep.together is not None
+    assert deep.together.stretch > 5
+    idle = next(worker for worker in deep.workers if not worker.legs)
+    question = Question(("x",), Role.PREFILL, 1000, {}, 1.0, 9.0, facts())
+    seconds = deep.together.stretch * TOGETHER.prefill_token_s * 1000 + transfer_s(TOGETHER, 1000)
+    assert prefill_cost_s(question, idle) == pytest.approx(seconds)
+    cached = Question(("x",), Role.PREFILL, 1000, {idle.load.key: 900}, 1.0, 9.0, facts())
+    seconds = deep.together.stretch * TOGETHER.prefill_token_s * 100 + transfer_s(TOGETHER, 1000)
+    assert prefill_cost_s(cached, idle) == pytest.approx(seconds)
+    almost = Question(("x",), Role.PREFILL, 20_000, {idle.load.key: 10_000}, 1.0, 9.0, facts())
+    offer = search_of(router).choose_pair(almost, None)
+    assert offer is not None
+    assert_cost(offer.cost_s, scan_pairs(router, almost))
+    landed = Counter(prefill_of(decide(router, facts(1000), 9.0)).endpoint.address for _ in range(3))
+    assert landed == {other: 3}
+
+
+def test_of_many_ranks_in_step_those_of_other_endpoints_are_looked_at_once() -> None:
+    """What differs between ranks of one endpoint is when they are free, so its first is its best."""
+    router = make_least([*(prefill(f"p{n}", dp_size=8, profile="together") for n in range(9)), decode("d")])
+    for number in range(9):
+        decide(router, facts(30_000 + number), 0.0)
+        router.observe(events.LoadReported(f"p{number}", [RankReport(r, 0.0, 0.0) for r in range(8)], 5.0), 5.0)
+    offer = search_of(router).choose_pair(Question(("x",), Role.PREFILL, 1000, {}, 1.0, 5.0, facts()), None)
+    assert offer is not None
+    assert 2 <= offer.seen <= 9
 
 
 def test_a_rank_costs_nothing_less_than_everything_on_the_side_where_it_isnt() -> None:
@@ -274,6 +312,18 @@ def test_the_search_for_a_regular_rank_finds_what_a_scan_finds(
     best_s = min(prefill_cost_s(question, w) + decode_cost_s(question, w) for w in workers)
     assert is_ready(router, offer.decode.worker)
     assert_cost(offer.cost_s, best_s)
+
+
+def test_a_rank_that_failed_isnt_chosen_for_what_it_holds() -> None:
+    """Another one reads it all."""
+    router = make_least([prefill("a"), prefill("b"), decode("d")])
+    held = RankKey("a", 0)
+    for failed, expected in ((frozenset[RankKey](), "a"), (frozenset({held}), "b")):
+        question = Question(("x",), Role.PREFILL, 9000, {held: 8000}, 1.0, 0.0, facts(), failed)
+        offer = search_of(router).choose_pair(question, None)
+        assert offer is not None
+        assert offer.prefill is not None
+        assert offer.prefill.worker.load.key.endpoint == expected
 
 
 def test_a_decode_rank_that_reads_is_sought_in_the_lightest_group_that_didnt_fail() -> None:

@@ -10,15 +10,27 @@ from pdrouter.core.load import RankReport
 from pdrouter.core.places import Worker
 from pdrouter.core.router import Router
 
-from .builders import decide, decode, facts, make_options, make_router, prefill, regular
+from .builders import decide, decode, facts, make_options, make_router, prefill, prefill_of, regular
 
 READ_S = prefill_s(NEUTRAL, 1000, 0)
+TOKEN_S = 5e-5
+PROFILES = {
+    "slow": msgspec.structs.replace(NEUTRAL, step_base_s=0.1),
+    "together": msgspec.structs.replace(
+        NEUTRAL, steps_together=True, prefill_token_s=TOKEN_S, prefill_pair_s=TOKEN_S / 1000
+    ),
+}
 
 
 def make_least() -> Router:
     """Return a router over one prefill rank and one decode rank, by least work."""
-    slow = msgspec.structs.replace(NEUTRAL, step_base_s=0.1)
-    return make_router([prefill("p"), decode("d")], make_options(policy="least_work", profiles={"slow": slow}))
+    return make_router([prefill("p"), decode("d")], make_options(policy="least_work", profiles=PROFILES))
+
+
+def make_together() -> Router:
+    """Return a router over four prefill ranks of one endpoint that read in step, and one decode rank."""
+    fleet = [prefill("p", dp_size=4, profile="together"), decode("d")]
+    return make_router(fleet, make_options(policy="least_work", profiles=PROFILES))
 
 
 def worker_of(router: Router, address: str = "p", rank: int = 0) -> Worker:
@@ -208,3 +220,85 @@ def test_a_prompt_that_was_begun_before_its_endpoint_left() -> None:
     assert (worker.queued_s, worker.free_at_s) == (queued_s, free_at_s)
     router.settle(old, 0.4)
     assert worker.queued_s == queued_s
+
+
+def test_ranks_in_step_wait_for_the_deepest_prompt() -> None:
+    """What is queued on each takes as much longer as a token of the deepest one does, and no more when that is read."""
+    router = make_together()
+    deep = decide(router, facts(8000), 0.0)
+    placed = [decide(router, facts(2000), 0.0) for _ in range(3)]
+    workers = [router.work.workers[prefill_of(d).reservation.account.key] for d in placed]
+    assert [w.free_at_s for w in workers] == [pytest.approx(2000 * TOKEN_S)] * 3
+    router.observe(events.LoadReported("p", [RankReport(r, 0.0, 0.0) for r in range(4)], 0.05), 0.05)
+    assert [w.free_at_s for w in workers] == [pytest.approx(0.05 + 2 * 1000 * TOKEN_S)] * 3  # 1,000 tokens deep
+    router.settle(deep, 0.05)
+    assert [w.free_at_s for w in workers] == [pytest.approx(0.05 + 2 * 1000 * TOKEN_S)] * 3
+    router.settle(placed[0], 0.06)
+    router.settle(placed[1], 0.06)
+    assert workers[0].free_at_s == workers[1].free_at_s == 0.06
+    stretch = 1 + (1000 + 0.01 / TOKEN_S / 2) / 1000
+    assert workers[2].free_at_s == pytest.approx(0.06 + stretch * (1000 - 0.01 / TOKEN_S / 2) * TOKEN_S, rel=0.1)
+
+
+def test_neighbours_are_told_when_the_pace_changes() -> None:
+    """By whatever happens on one of them."""
+    router = make_together()
+    decide(router, facts(8000), 0.0)
+    second = decide(router, facts(2000), 0.0)
+    worker = router.work.workers[prefill_of(second).reservation.account.key]
+    third = decide(router, facts(10), 0.05)
+    assert prefill_of(third).reservation.account is not worker.load.account
+    assert worker.free_at_s == pytest.approx(0.05 + 2 * 1000 * TOKEN_S)
+
+
+def test_a_late_prompt_in_step_holds_up_those_behind_it() -> None:
+    """What it was to take is over, what stands behind it isn't begun."""
+    router = make_router(
+        [prefill("p", profile="together"), decode("d")], make_options(policy="least_work", profiles=PROFILES)
+    )
+    decide(router, facts(100), 0.0)
+    decide(router, facts(300), 0.0)
+    router.observe(events.LoadReported("p", [RankReport(0, 400.0, 2.0)], 9.0), 9.0)
+    together = router.work.sites["p"].together
+    assert together is not None
+    assert worker_of(router).free_at_s == pytest.approx(9.0 + 300 * TOKEN_S * together.stretch)
+
+
+def test_prompts_teach_the_pace_of_steps_together() -> None:
+    """Endpoints that take twice as long as their profile says have a clock that goes half as fast; short ones don't."""
+    router = make_together()
+    for tokens in (500, *[4000] * 40):
+        now_s = 10.0 * router.decided
+        decision = decide(router, facts(tokens), now_s)
+        router.observe(events.FirstTokenSeen(decision), now_s + 2 * tokens * TOKEN_S)
+        router.settle(decision, now_s + 5.0)
+    assert router.work.sites["p"].speed.together_factor == pytest.approx(2, rel=0.05)
+
+
+def test_a_description_keeps_what_is_queued_whatever_it_says_of_steps() -> None:
+    """The clock goes on; where ranks turn out to read in step, or not to, what is queued is told anew."""
+    router = make_together()
+    decide(router, facts(2000), 0.0)
+    decide(
+        router,
+        facts(2000),
+        0.0,
+    )
+    workers = router.work.sites["p"].workers
+    busy = next(w.load.key.rank for w in workers if w.legs)
+    router.observe(events.EndpointDescribed(prefill("p", dp_size=4, profile="together", version="1")), 0.05)
+    assert worker_of(router, rank=busy).free_at_s == pytest.approx(2000 * TOKEN_S)
+    router.observe(events.EndpointDescribed(prefill("p", dp_size=4)), 0.05)
+    assert worker_of(router, rank=busy).free_at_s == pytest.approx(0.05 + prefill_s(NEUTRAL, 2000, 0))
+    router.observe(events.EndpointDescribed(prefill("p", dp_size=4, profile="together")), 0.06)
+    assert worker_of(router, rank=busy).free_at_s == pytest.approx(0.06 + 2000 * TOKEN_S)
+
+
+def test_a_prompt_in_step_that_was_begun_before_its_endpoint_left() -> None:
+    """Its end teaches nothing."""
+    router = make_together()
+    old = decide(router, facts(5000), 0.0)
+    router.observe(events.EndpointLeft("p"), 0.1)
+    router.observe(events.EndpointJoined(prefill("p", dp_size=4, profile="together")), 0.2)
+    router.observe(events.FirstTokenSeen(old), 0.3)
+    assert router.work.sites["p"].speed.together_factor == 1.0

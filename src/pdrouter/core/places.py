@@ -13,6 +13,7 @@ from pdrouter.core.heap import ChangingHeap, Entry
 from pdrouter.core.ledger import Reservation
 from pdrouter.core.load import EndpointLoad, RankLoad
 from pdrouter.core.speed import Peers, Speed, class_factor
+from pdrouter.core.together import Together
 
 PoolKey = tuple[str, str, str]
 """Engine, KV transport and group: within one pool of a model, prefill and decode ranks may be paired (I6)."""
@@ -69,9 +70,9 @@ class Worker:
     """One rank as a place of work.
 
     ``free_at_s``: when what is queued on it will have been read. ``legs``: the prompts that are, the one that is being
-    read first; ``queued_s``: the time that all of them take, ``busy_since_s``: when it began with the first.
-    ``share_s``: what its requests and their KV add to a step, at the speed of its profile. Only one that ``is_ready``
-    stands in heaps.
+    read first, and how many tokens of each are cached; ``queued_s``: the time that all of them take, ``busy_since_s``:
+    when it began with the first, both by its site's clock. ``share_s``: what its requests and their KV add to a step,
+    at the speed of its profile. Only one that ``is_ready`` stands in heaps.
     """
 
     __slots__ = (
@@ -93,7 +94,7 @@ class Worker:
         self.site = site
         self.load = load
         self.free_at_s = 0.0
-        self.legs: dict[Reservation, None] = {}
+        self.legs: dict[Reservation, int] = {}
         self.queued_s = 0.0
         self.busy_since_s = 0.0
         self.share_s = 0.0
@@ -107,7 +108,8 @@ class Worker:
 class Site:
     """One endpoint as a place of work: its profile, what was learned of its speed, its ranks.
 
-    ``has_prefill`` and ``has_decode`` say which heaps its ranks stand in: both for a regular one.
+    ``has_prefill`` and ``has_decode`` say which heaps its ranks stand in: both for a regular one. ``together`` is the
+    clock of ranks that read in step, ``None`` where each reads for itself.
     """
 
     __slots__ = (
@@ -120,6 +122,7 @@ class Site:
         "pool",
         "profile",
         "speed",
+        "together",
         "workers",
     )
 
@@ -134,15 +137,47 @@ class Site:
         self.workers = [Worker(self, rank) for rank in load.ranks]
         self.has_prefill = load.endpoint.role is not Role.DECODE
         self.has_decode = load.endpoint.role is not Role.PREFILL
+        self.together = Together(profile) if profile.steps_together and profile.prefill_token_s else None
 
-    def inherit(self, known: "Site") -> None:
+    def inherit(self, known: "Site", now_s: float) -> None:
         """Go on where an earlier description of the endpoint stood: what is queued stays, and what was learned."""
         if known.profile == self.profile:
             self.speed = known.speed
+        if self.together is not None and known.together is not None and self.together.token_s == known.together.token_s:
+            self.together = known.together
         for worker, before in zip(self.workers, known.workers, strict=False):
             worker.legs = before.legs
             worker.queued_s = before.queued_s
             worker.busy_since_s = before.busy_since_s
+            if known.together is not self.together:
+                self._begin_anew(worker, now_s)
+
+    def _begin_anew(self, worker: Worker, now_s: float) -> None:
+        """Tell what is queued on a rank by this clock instead of another."""
+        for leg, cached_tokens in worker.legs.items():
+            leg.prefill_s = self.reading_s(leg.held_tokens - cached_tokens, cached_tokens)
+        worker.queued_s = sum(leg.prefill_s for leg in worker.legs)
+        worker.busy_since_s = self.clock_s(now_s)
+
+    def clock_s(self, now_s: float) -> float:
+        """Return the moment by its clock."""
+        return now_s if self.together is None else self.together.clock_s(now_s)
+
+    def reading_s(self, uncached_tokens: int, past_tokens: int) -> float:
+        """Return the time to read a prompt, by its clock."""
+        if self.together is not None:
+            return self.together.token_s * uncached_tokens
+        return self.speed.prefill_factor * prefill_s(self.profile, uncached_tokens, past_tokens)
+
+    def keep_step(self, together: Together, now_s: float) -> bool:
+        """See which of the prompts that are being read is the deepest, as all wait for it; say if the pace is new."""
+        clock_s, deepest = together.clock_s(now_s), 0.0
+        for worker in self.workers:
+            for leg, cached_tokens in worker.legs.items():
+                read_s = min(leg.prefill_s, clock_s - worker.busy_since_s)
+                deepest = max(deepest, cached_tokens + read_s / together.token_s)
+                break
+        return together.keep_step(deepest, self.speed.together_factor)
 
     def slowest_share_s(self) -> float:
         """Return the largest share of its ranks: where they step together, all wait for it."""

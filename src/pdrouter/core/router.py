@@ -321,7 +321,7 @@ class Router:
         self.drains.add(endpoint.address)
         self._bound_prefixes(endpoint)
         if self._is_work_kept:
-            self.work.add(self.load.endpoints[endpoint.address])
+            self.work.add(self.load.endpoints[endpoint.address], now_s)
         self.outcomes.watch(endpoint, now_s)
         self._sort_out(endpoint.address, now_s)
 

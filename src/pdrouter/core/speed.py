@@ -119,12 +119,13 @@ class Speed:
     that aren't a positive number.
     """
 
-    __slots__ = ("_decode", "_mix", "_prefill", "_prompts", "_totals", "profile")
+    __slots__ = ("_decode", "_mix", "_prefill", "_prompts", "_together", "_totals", "profile")
 
     def __init__(self, profile: Profile, peers: Peers | None = None) -> None:
         self.profile = profile
         self._prefill = _Factor(None if peers is None else peers.prefill)
         self._decode = _Factor(None if peers is None else peers.decode)
+        self._together = _Factor()
         self._totals: tuple[float, float] | None = None
         self._prompts = 0
         # Of the prefills seen lately: how many, their uncached tokens, and their time without the fixed part.
@@ -140,6 +141,11 @@ class Speed:
     def decode_factor(self) -> float:
         """Observed over predicted time of a decode step."""
         return self._decode.value
+
+    @property
+    def together_factor(self) -> float:
+        """Observed over predicted time of a step in which ranks read together."""
+        return self._together.value
 
     @property
     def prefill_class(self) -> int:
@@ -165,6 +171,10 @@ class Speed:
         """Take in one prefill, timed from when its rank could start it."""
         if isfinite(uncached_tokens) and uncached_tokens >= 1 and isfinite(past_tokens):
             self._prefill.add(seconds, prefill_s(self.profile, uncached_tokens, past_tokens))
+
+    def saw_together(self, counted_s: float, predicted_s: float) -> None:
+        """Take in how long a prompt took by a clock that goes by ``together_factor``, and how long it should have."""
+        self._together.add(counted_s * self._together.value, predicted_s)
 
     def saw_prompt(self, uncached_tokens: int, past_tokens: int) -> None:
         """Take note of what prompts are like: totals say nothing of that."""

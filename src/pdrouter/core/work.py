@@ -8,7 +8,7 @@ Who searches in here: ``policies/least_work.py``.
 
 from collections.abc import Collection, Iterable
 
-from pdrouter.core.cost import Profile, prefill_s, queue_s, transfer_s
+from pdrouter.core.cost import Profile, queue_s, transfer_s
 from pdrouter.core.fleet import Role
 from pdrouter.core.heap import Entry
 from pdrouter.core.ledger import LegKind, RankKey, Reservation
@@ -42,7 +42,7 @@ class WorkIndex:
             return () if domain is None else (domain,)
         return [domain for (_, is_regular), domain in self._domains.items() if is_regular is regular]
 
-    def add(self, load: EndpointLoad) -> None:
+    def add(self, load: EndpointLoad, now_s: float) -> None:
         """Take in an endpoint, not ready yet, or its new description; what was learned of its speed stays."""
         endpoint = load.endpoint
         known = self.sites.get(endpoint.address)
@@ -56,7 +56,7 @@ class WorkIndex:
         peers = self._peers.setdefault(profile, Peers())
         site = self.sites[endpoint.address] = pool.sites[endpoint.address] = Site(load, pool, domain, profile, peers)
         if known is not None:
-            site.inherit(known)
+            site.inherit(known, now_s)
         for worker in site.workers:
             self.workers[worker.load.key] = worker
 
@@ -91,12 +91,15 @@ class WorkIndex:
         """A leg was put on a rank."""
         worker = self.workers[leg.account.key]
         if leg.kind is not LegKind.DECODE:
-            factor = worker.site.speed.prefill_factor
-            leg.prefill_s = factor * prefill_s(worker.site.profile, leg.held_tokens - cached_tokens, cached_tokens)
+            site = worker.site
+            leg.prefill_s = site.reading_s(leg.held_tokens - cached_tokens, cached_tokens)
             if not worker.legs:
-                worker.busy_since_s = now_s
-            worker.legs[leg] = None
+                worker.busy_since_s = site.clock_s(now_s)
+            worker.legs[leg] = cached_tokens
             worker.queued_s += leg.prefill_s
+            if site.together is not None:
+                self._project_changed(worker, now_s)
+                return
             worker.free_at_s = max(max(worker.free_at_s, now_s) + leg.prefill_s, now_s + _behind_s(worker))
         self._place(worker)
 
@@ -110,6 +113,7 @@ class WorkIndex:
         """A prompt was read: the rank turns to the next one."""
         worker = self.workers.get(leg.account.key)
         if worker is not None:
+            self._learn_together(worker, leg, now_s)
             self._take_off(worker, leg, now_s)
 
     def settled(self, leg: Reservation, now_s: float) -> None:
@@ -125,7 +129,11 @@ class WorkIndex:
     def reported(self, address: str, now_s: float) -> None:
         """An endpoint has told its load."""
         site = self.sites.get(address)
-        for worker in site.workers if site is not None else ():
+        if site is None:
+            return
+        if site.together is not None:
+            site.keep_step(site.together, now_s)
+        for worker in site.workers:
             self._project(worker, now_s)
 
     def refreshed(self, key: RankKey, now_s: float) -> None:
@@ -171,6 +179,14 @@ class WorkIndex:
             worker.site.speed.saw_step(load.comparable_requests, load.comparable_tokens, seconds / (tokens - 1))
             self._judge_peers(worker.site.peers, classes)
 
+    def _learn_together(self, worker: Worker, leg: Reservation, now_s: float) -> None:
+        """The first of a rank's prompts was read: a long one tells how far its site's clock is right."""
+        together = worker.site.together
+        if together is None or next(iter(worker.legs), None) is not leg:
+            return
+        if leg.prefill_s >= _TELLING_PROMPT_TOKENS * together.token_s:
+            worker.site.speed.saw_together(together.clock_s(now_s) - worker.busy_since_s, leg.prefill_s)
+
     def _judge_peers(self, peers: Peers, classes: tuple[int, int]) -> None:
         """When the class of a profile's endpoints changes, judge all of them anew: O(fleet), and rare."""
         if peers.classes == classes:
@@ -184,17 +200,32 @@ class WorkIndex:
     def _take_off(self, worker: Worker, leg: Reservation, now_s: float) -> None:
         if leg in worker.legs:
             if next(iter(worker.legs)) is leg:
-                worker.busy_since_s = now_s
+                worker.busy_since_s = worker.site.clock_s(now_s)
             del worker.legs[leg]
             worker.queued_s = max(0.0, worker.queued_s - leg.prefill_s) if worker.legs else 0.0
             leg.prefill_s = 0.0
+            if not worker.legs:
+                worker.free_at_s = now_s
+        self._project_changed(worker, now_s)
+
+    def _project_changed(self, worker: Worker, now_s: float) -> None:
+        """Say anew when a rank is free on which something has changed, and its neighbours if they read in step."""
+        site = worker.site
+        if site.together is not None and site.keep_step(site.together, now_s):
+            for other in site.workers:
+                if other.legs and other is not worker:
+                    self._project(other, now_s)
         self._project(worker, now_s)
 
     def _project(self, worker: Worker, now_s: float) -> None:
         """Say anew when a rank is free, from what is queued on it: ours, and what a report tells of others'."""
-        free_at_s = worker.busy_since_s
-        if worker.legs:
+        together = worker.site.together
+        free_at_s = worker.busy_since_s if together is None else min(worker.free_at_s, now_s)
+        if worker.legs and together is None:
             free_at_s = max(free_at_s + worker.queued_s, now_s + _behind_s(worker))
+        elif worker.legs and together is not None:
+            left_s = worker.busy_since_s + worker.queued_s - together.clock_s(now_s)
+            free_at_s = now_s + together.stretch * max(left_s, _behind_s(worker))
         others_tokens = worker.load.comparable()[0] - worker.load.account.tokens
         if others_tokens > 0 and not worker.site.has_decode:
             others_s = worker.site.speed.prefill_factor * queue_s(worker.site.profile, others_tokens, 1.0)

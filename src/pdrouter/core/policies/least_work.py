@@ -10,6 +10,7 @@ better. The choice is the optimum over the keys and tiers in the index.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import ClassVar
 
 import msgspec
@@ -26,6 +27,9 @@ _INFINITY = float("inf")
 
 _NEGLIGIBLE_S = 1e-9
 """What isn't worth a look. Chosen: far above rounding errors, far below what any clock tells."""
+
+_MOST_IN_STEP = 64
+"""Ranks that read in step looked at in one tier, the first free first. Chosen: eight endpoints of eight."""
 
 AVOIDED_S = 2.0**20
 """What is put on top of the cost of a rank to avoid: more than any request takes, so that fewest of them are chosen."""
@@ -136,7 +140,9 @@ class _PairSearch:
                     move_s = transfer_s(tier.pace.profile, job.prompt_tokens)
             if decode is None:
                 continue
-            prefill_s = (worker.free_at_s - now_s if worker.free_at_s > now_s else 0.0) + read_s + move_s
+            together = worker.site.together
+            own_s = read_s if together is None else max(read_s, together.read_s(job.prompt_tokens - held))
+            prefill_s = (worker.free_at_s - now_s if worker.free_at_s > now_s else 0.0) + own_s + move_s
             if prefill_s + decode.cost_s <= self._best_s:
                 if avoid and job.avoids(key):
                     prefill_s += AVOIDED_S
@@ -181,11 +187,27 @@ class _PairSearch:
 
     def _consider_pool(self, pool: Pool) -> None:
         decode = self._decode(pool)
-        if decode is not None:
-            for tier in pool.prefill.values():
-                worker = _first(self._job, tier)
+        if decode is None:
+            return
+        for tier in pool.prefill.values():
+            first = _first(self._job, tier)
+            self._seen += 1
+            self._weigh(prefill_cost_s(self._job, first), first, decode)
+            if tier.pace.profile.steps_together:
+                self._go_on(tier, first, decode)
+
+    def _go_on(self, tier: Tier, first: Worker, decode: Offer) -> None:
+        """Look at the first ranks of other endpoints, too: where one is free later, prompts may be less deep."""
+        job, pace, n, seen = self._job, tier.pace, self._job.prompt_tokens, {first.site}
+        rest_s = pace.prefill_s(n, 0) + transfer_s(pace.profile, n) + decode.cost_s
+        for entry in islice(tier.heap.in_order(), _MOST_IN_STEP):  # I9
+            worker = entry.item
+            if self._is_worse(max(0.0, entry.key - job.now_s) + rest_s):
+                break
+            if worker.site not in seen or job.avoid:
+                seen.add(worker.site)
                 self._seen += 1
-                self._weigh(prefill_cost_s(self._job, worker), worker, decode)
+                self._weigh(prefill_cost_s(job, worker), worker, decode)
 
     def _decode(self, pool: Pool) -> Offer | None:
         """Return the best of a pool's other side, looked for once."""
@@ -251,7 +273,10 @@ def prefill_cost_s(job: Question, worker: Worker) -> float:
     if job.avoid and job.avoids(worker.load.key):
         cost_s += AVOIDED_S
     held = job.cached_tokens.get(worker.load.key, 0) if job.cached_tokens else 0
-    return cost_s + pace.prefill_s(prompt_tokens - held, held) + transfer_s(pace.profile, prompt_tokens)
+    read_s, together = pace.prefill_s(prompt_tokens - held, held), worker.site.together
+    if together is not None:
+        read_s = max(read_s, together.read_s(prompt_tokens - held))
+    return cost_s + read_s + transfer_s(pace.profile, prompt_tokens)
 
 
 def decode_cost_s(job: Question, worker: Worker) -> float:

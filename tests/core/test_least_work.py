@@ -186,10 +186,14 @@ def learn(router: Router, rng: random.Random) -> None:
 @pytest.mark.parametrize("is_learned", [False, True])
 @pytest.mark.parametrize("groups", [2, 12, 80])
 def test_the_search_finds_the_best_of_few_and_of_many_groups(groups: int, is_learned: bool) -> None:
-    """While some ranks are idle, while all have much to do, and when they are free again."""
+    """While some ranks are idle, while all have much to do, and when they are free again.
+
+    Of many groups whose ranks read in step not all are looked at.
+    """
     rng = random.Random(groups)
+    names = [None, None, "slow", "together" if groups <= 16 else "slow"]
     fleet = [
-        make(f"{make.__name__}{n}", group=f"g{n % groups}", profile=rng.choice([None, None, "slow", "together"]))
+        make(f"{make.__name__}{n}", group=f"g{n % groups}", profile=rng.choice(names))
         for make in (prefill, decode)
         for n in range(2 * groups)
     ]
@@ -281,6 +285,21 @@ def test_of_many_ranks_in_step_those_of_other_endpoints_are_looked_at_once() -> 
     offer = search_of(router).choose_pair(Question(("x",), Role.PREFILL, 1000, {}, 1.0, 5.0, facts()), None)
     assert offer is not None
     assert 2 <= offer.seen <= 9
+
+
+def test_of_many_groups_in_step_only_some_are_looked_at() -> None:
+    """Deep prompts everywhere make each worse than its bound."""
+    groups = [f"g{n}" for n in range(60)]
+    readers = [prefill(f"p{g}", dp_size=2, group=g, profile="together") for g in groups]
+    router = make_least([*readers, *(decode(f"d{g}", group=g) for g in groups)])
+    for number in range(60):
+        decide(router, facts(60_000 + number), 0.0)
+    for reader in readers:
+        router.observe(events.LoadReported(reader.address, [RankReport(r, 0.0, 0.0) for r in range(2)], 9.0), 9.0)
+    question = Question(("x",), Role.PREFILL, 1000, {}, 1.0, 9.0, facts())
+    offer = search_of(router).choose_pair(question, None)
+    assert offer is not None
+    assert offer.seen <= 18
 
 
 def test_a_rank_costs_nothing_less_than_everything_on_the_side_where_it_isnt() -> None:

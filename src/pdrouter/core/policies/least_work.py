@@ -6,7 +6,8 @@
 
 For all ranks that hold none of the prompt the prefill differs by tier alone, so the best of a pool is the first of
 one of its heaps (``work.py``), or a rank that holds some of it. Pools are looked at until none that is left can do
-better. The choice is the optimum over the keys and tiers in the index.
+better. The choice is the optimum over the keys and tiers in the index; of very many ranks that read in step, the best
+of those that are free first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ _NEGLIGIBLE_S = 1e-9
 
 _MOST_IN_STEP = 64
 """Ranks that read in step looked at in one tier, the first free first. Chosen: eight endpoints of eight."""
+
+_MOST_POOLS = 16
+"""Pools with ranks that read in step looked at, the most promising first: bounds don't tell of neighbours. Chosen."""
 
 AVOIDED_S = 2.0**20
 """What is put on top of the cost of a rank to avoid: more than any request takes, so that fewest of them are chosen."""
@@ -176,10 +180,12 @@ class _PairSearch:
                 for pool in alike
             ]
             pools += alike
-        while not self._is_worse(floor_s := min(floors_s)):
+        in_step = 0
+        while not self._is_worse(floor_s := min(floors_s)) and in_step < _MOST_POOLS:  # I9
             place = floors_s.index(floor_s)
             floors_s[place] = _INFINITY
             self._consider_pool(pools[place])
+            in_step += any(pace.profile.steps_together for pace in pools[place].kind.readers)
 
     def _is_worse(self, floor_s: float) -> bool:
         """Whether what takes at least so long can't do better than the best, but by rounding."""

@@ -34,7 +34,8 @@ class Run:
     """One run so far.
 
     ``*_places`` is how many ranks read prompts and write answers, 0 where that isn't known; ``rejected`` counts who
-    wasn't answered, by the error's code, ``preemptions`` how often engines took KV from an answer under way, if that is known.
+    wasn't answered, by the error's code, ``preemptions`` how often engines took KV from an answer under way, if that
+    is known.
     """
 
     __slots__ = ("answers", "decode_places", "planned", "preemptions", "prefill_places", "rejected", "span_s")

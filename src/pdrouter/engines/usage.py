@@ -92,6 +92,10 @@ class CachedTokens:
         self._held = text[end:]
         return with_cached_tokens(text[:end], self._cached_tokens)
 
+    def whole(self, answer: bytes) -> bytes:
+        """Return an answer that has come in one piece."""
+        return with_cached_tokens(answer, self._cached_tokens)
+
     def finish(self) -> bytes:
         """Return what is left at the end of the answer."""
         rest, self._held = self._held, b""
@@ -116,12 +120,11 @@ def with_cached_tokens(piece: bytes, cached_tokens: int) -> bytes:
     """
     if not 0 <= cached_tokens <= _MOST_TOKENS:
         return piece
-    start = piece.find(CACHED_TOKENS)
+    number, start = b"%d" % cached_tokens, piece.find(CACHED_TOKENS)
     while start >= 0:
-        found = _NUMBER.match(piece, start + len(CACHED_TOKENS))
         end = start + len(CACHED_TOKENS)
-        if found is not None:
-            number = b"%d" % cached_tokens
+        found = _NUMBER.match(piece, end)
+        if found is not None and found[1] != number:
             piece = piece[: found.start(1)] + number + piece[found.end(1) :]
             end = found.start(1) + len(number)
         start = piece.find(CACHED_TOKENS, end)

@@ -123,21 +123,29 @@ class Answer:
         self._client.start(exchange.status, headers, self._lines)
 
     def _hold(self, exchange: Exchange, piece: bytes) -> None:
-        """Keep what can only be passed on whole, and pass it on then."""
-        place = self._decision.decode
-        if self._held is None:
-            self._held = Held(place, self._max_bytes)
-        self._held.add(piece)
-        if not exchange.is_complete:
+        """Keep what can only be passed on whole, and pass it on then; mostly it has come whole."""
+        if self._held is None and exchange.is_complete:
+            self._reply(exchange, piece)
             return
-        body = self._held.whole()
+        if self._held is None:
+            self._held = Held(self._decision.decode, self._max_bytes)
+        self._held.add(piece)
+        if exchange.is_complete:
+            self._reply(exchange, self._held.whole())
+
+    def _reply(self, exchange: Exchange, body: bytes) -> None:
         if exchange.status >= STATUS_OK_BELOW:
-            raise EngineReply(place, exchange.status, exchange.headers, body)
+            raise EngineReply(self._decision.decode, exchange.status, exchange.headers, body)
         self._observer.first_piece()
         self._observer.piece(body)
+        engines_bytes = len(body)
         if self.cached_tokens is not None:
-            body = self.cached_tokens.feed(body) + self.cached_tokens.finish()
+            body = self.cached_tokens.whole(body)
         if self._prefill is not None:
             body = merge_reply(body, prompt_logprobs(self._prefill.reply(), is_stream=False))
-        self._client.reply(exchange.status, unsized(passed_on(exchange.raw_headers)), body, self._lines)
+        headers = passed_on(exchange.raw_headers)
+        if len(body) != engines_bytes:
+            headers = [*unsized(headers), (b"content-length", b"%d" % len(body))]
+        self._client.start(exchange.status, headers, self._lines)
+        self._client.end(body)
         self.is_whole = True

@@ -339,3 +339,19 @@ async def test_usage_teaches_the_tokens_of_a_text() -> None:
         for _ in range(20):
             assert (await lab.post(CHAT, chat("x" * 4000))).status == 200
         assert lab.core.tokens.estimate("emulated", 4000) > 2 * before
+
+
+@pytest.mark.invariant("I9")
+@pytest.mark.parametrize("size_bytes", [900, 1100])
+async def test_an_error_that_comes_whole_has_the_limit_of_others(size_bytes: int) -> None:
+    """However a reply is cut, what must be held is held up to the limit and no further."""
+    async with (
+        ScriptedEngine("prefill", {CHAT: always(200, {})}).listen() as prefill,
+        ScriptedEngine("decode", {CHAT: always(400, {"x": "y" * size_bytes})}).listen() as decode,
+        route_to([prefill], [decode], upstream_max_reply_bytes=1024) as lab,
+    ):
+        reply = await lab.post(CHAT, chat("x"))
+        if size_bytes < 1024:
+            assert (reply.status, reply.json()) == (400, {"x": "y" * size_bytes})
+        else:
+            assert (reply.status, reply.error["code"]) == (502, "upstream_protocol")

@@ -124,7 +124,7 @@ class Answer:
 
     def _hold(self, exchange: Exchange, piece: bytes) -> None:
         """Keep what can only be passed on whole, and pass it on then; mostly it has come whole."""
-        if self._held is None and exchange.is_complete:
+        if self._held is None and exchange.is_complete and len(piece) <= self._max_bytes:
             self._reply(exchange, piece)
             return
         if self._held is None:

@@ -227,7 +227,7 @@ NEW_INFO = {
     "disaggregation_bootstrap_port": 8998,
     "load_balance_method": "follow_bootstrap_room",
     "version": "0.5.23",
-    "internal_states": [{"deep": [1, None]}],
+    "internal_states": 4 * [{"deep": [1, None]}],
 }
 OLD_INFO = {"model_path": "/models/m", "dp_size": 1, "disaggregation_mode": "decode", "version": "0.4.9"}
 
@@ -251,6 +251,56 @@ OLD_INFO = {"model_path": "/models/m", "dp_size": 1, "disaggregation_mode": "dec
 def test_server_info(info: dict[str, object], described: Described) -> None:
     """Old and new; a role that isn't told is not a role, null is regular."""
     assert sglang().describe("/server_info", json.dumps(info).encode()) == described
+
+
+STATES: list[object] = [{}, {}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("info", "ranks", "dp_attention"),
+    [
+        # 0.5.6 to 0.5.21: dp_size counts all ranks in both kinds of DP.
+        ({"dp_size": 4, "enable_dp_attention": False, "internal_states": STATES}, 4, False),
+        ({"dp_size": 4, "enable_dp_attention": True, "internal_states": STATES}, 4, True),
+        # 0.5.22 and 0.5.23: replicas times ranks of one.
+        ({"dp_size": 4, "attn_dp_size": 1, "enable_dp_attention": False, "internal_states": STATES}, 4, False),
+        ({"dp_size": 1, "attn_dp_size": 4, "enable_dp_attention": True, "internal_states": STATES}, 4, True),
+        ({"dp_size": 1, "attn_dp_size": 4, "internal_states": STATES}, 4, True),
+        ({"dp_size": 1, "attn_dp_size": 1, "enable_dp_attention": False, "internal_states": [{}]}, 1, False),
+        # Parts that are missing or aren't what they should be.
+        ({"dp_size": 2}, 2, None),
+        ({"attn_dp_size": 2, "internal_states": STATES}, 4, True),
+        ({"internal_states": STATES}, 4, None),
+        ({"dp_size": 2, "internal_states": []}, 2, None),
+        ({"dp_size": 2, "internal_states": None}, 2, None),
+        ({"dp_size": 2, "internal_states": {"a": 1}}, 2, None),
+        ({"dp_size": 2, "internal_states": "many"}, 2, None),
+    ],
+)
+def test_all_ranks_are_counted(info: dict[str, object], ranks: int, dp_attention: bool | None) -> None:
+    """Whichever part of the reply tells them."""
+    described = sglang().describe("/server_info", json.dumps(info).encode())
+    assert described == Described(dp_size=ranks, dp_attention=dp_attention)
+
+
+@pytest.mark.parametrize(
+    ("info", "ranks", "told"),
+    [
+        ({"dp_size": 1, "internal_states": STATES}, 4, "dp_size 1, entries of internal_states 4"),
+        ({"dp_size": 8, "internal_states": STATES}, 8, "dp_size 8, entries of internal_states 4"),
+        (
+            {"dp_size": 1, "attn_dp_size": 1, "internal_states": STATES},
+            4,
+            "dp_size x attn_dp_size 1, entries of internal_states 4",
+        ),
+        ({"dp_size": 0, "internal_states": STATES}, 4, "dp_size 0, entries of internal_states 4"),
+    ],
+)
+def test_parts_that_disagree_on_the_ranks(info: dict[str, object], ranks: int, told: str) -> None:
+    """The largest number counts, and the contradiction is told."""
+    described = sglang().describe("/server_info", json.dumps(info).encode())
+    assert described is not None
+    assert (described.dp_size, described.contradiction) == (ranks, f"/server_info contradicts itself: {told}")
 
 
 NONSENSE = [

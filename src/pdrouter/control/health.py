@@ -25,8 +25,11 @@ NOT_REACHED = "not reached yet"
 _HURRY_S = 0.05
 """Shortest time between two probes that failures of the traffic ask for; chosen."""
 
-_LASTING = ("version", "dp_size", "rank_base", "kv_capacity_tokens", "kv_engine_ids")
+_LASTING = ("version", "dp_size", "dp_attention", "rank_base", "kv_capacity_tokens", "kv_engine_ids")
 """What an engine tells that doesn't change while it runs."""
+
+_TOLD = tuple(name for name in Described.__struct_fields__ if name in Endpoint.__struct_fields__)
+"""What an engine tells that is kept of its endpoint."""
 
 
 class HealthOptions(msgspec.Struct, frozen=True):
@@ -199,7 +202,7 @@ class HealthWatch:
             name: value
             for described in told
             for name, value in msgspec.structs.asdict(described).items()
-            if name not in self._fixed and value is not None
+            if name in _TOLD and name not in self._fixed and value is not None
         }
         role = news.get("role", endpoint.role)
         if role is not endpoint.role:
@@ -232,7 +235,7 @@ class HealthWatch:
 
 def _told_names(fixed: frozenset[str]) -> list[str]:
     """Return what an engine may tell of itself, but its role, and the settings don't say."""
-    return [name for name in Described.__struct_fields__ if name != "role" and name not in fixed]
+    return [name for name in _TOLD if name != "role" and name not in fixed]
 
 
 def _at_port(endpoint: Endpoint, port: int) -> Endpoint:

@@ -38,6 +38,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     ``address`` is ``host:port``. ``model`` is ``None`` until the engine has told it. Endpoints may be paired when
     engine, KV transport, group and model agree (I6). ``version`` and ``bootstrap_port`` are the engine's own.
     ``profile`` names the timing it is expected to have (``cost.py``), ``gpu`` what it runs on.
+    ``dp_size`` is the number of its data-parallel ranks; ``dp_attention`` says that they share one tensor-parallel
+    group (SGLang's DP attention) instead of being replicas.
     ``rank_base`` is the first of its ranks among those of its deployment (global), where several endpoints share one;
     ranks are local everywhere else. ``kv_capacity_tokens`` is that of one rank. ``kv_address`` is where its KV
     transport listens, ``kv_engine_ids`` what that calls its ranks.
@@ -56,6 +58,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     model: str | None = None
     dp_size: int = 1
+    dp_attention: bool = False
     bootstrap_port: int | None = None
     version: str | None = None
     profile: str | None = None

@@ -106,6 +106,8 @@ class Described(msgspec.Struct, frozen=True):
 
     ``rank_base`` is the first of its ranks among those of its deployment, ``kv_capacity_tokens`` that of one rank,
     ``kv_engine_ids`` what its KV transport calls its ranks. A number that can't be counts as not told.
+    ``contradiction`` is no field of ``Endpoint``: it says which parts of the reply disagree on the number of ranks;
+    ``dp_size`` is then the largest number.
     """
 
     role: Role | None = None
@@ -116,6 +118,8 @@ class Described(msgspec.Struct, frozen=True):
     version: str | None = None
     kv_capacity_tokens: int | None = None
     kv_engine_ids: tuple[str, ...] | None = None
+    dp_attention: bool | None = None
+    contradiction: str | None = None
 
     def __post_init__(self) -> None:
         """Leave out what can't be: the core makes room for each rank (I9)."""

@@ -153,14 +153,16 @@ class Sglang:
             info = msgspec.json.decode(body, type=_ServerInfo)
         except (msgspec.MsgspecError, RecursionError):
             return None
-        mode = info.disaggregation_mode
+        mode, counts = info.disaggregation_mode, _rank_counts(info)
         return Described(
             role=None if isinstance(mode, msgspec.UnsetType) else _MODES.get(mode or "null"),
             model=info.served_model_name or info.model_path,
-            dp_size=info.dp_size,
+            dp_size=max(counts.values(), default=None),
             bootstrap_port=info.disaggregation_bootstrap_port,
             version=info.version,
             kv_capacity_tokens=info.max_total_num_tokens or info.max_total_tokens,
+            dp_attention=info.enable_dp_attention if info.attn_dp_size is None else info.attn_dp_size > 1,
+            contradiction=_contradiction(counts),
         )
 
     def read_load(self, body: bytes) -> LoadReply | None:
@@ -182,11 +184,37 @@ class _ServerInfo(msgspec.Struct):
     served_model_name: str | None = None
     model_path: str | None = None
     dp_size: int | None = None
+    attn_dp_size: int | None = None
+    enable_dp_attention: bool | None = None
+    internal_states: object = None
     disaggregation_mode: str | msgspec.UnsetType | None = msgspec.UNSET
     disaggregation_bootstrap_port: int | None = None
     version: str | None = None
     max_total_num_tokens: int | None = None
     max_total_tokens: int | None = None
+
+
+def _rank_counts(info: _ServerInfo) -> Mapping[str, int]:
+    """Return the number of ranks by the part of ``/server_info`` that tells it.
+
+    Source: up to 0.5.21 ``dp_size`` counts all ranks; since 0.5.22 ``dp_size`` counts replicas and ``attn_dp_size`` the
+    ranks of one (``runtime_context.py``, ``num_dp_ranks_of``). ``internal_states`` has an entry for each rank.
+    """
+    counts = {}
+    if info.dp_size is not None and info.attn_dp_size is not None:
+        counts["dp_size x attn_dp_size"] = info.dp_size * info.attn_dp_size
+    elif info.dp_size is not None:
+        counts["dp_size"] = info.dp_size
+    if isinstance(info.internal_states, list) and info.internal_states:
+        counts["entries of internal_states"] = len(info.internal_states)
+    return counts
+
+
+def _contradiction(counts: Mapping[str, int]) -> str | None:
+    """Return in words what disagrees on the number of ranks, ``None`` if nothing does."""
+    if len(set(counts.values())) < 2:
+        return None
+    return "/server_info contradicts itself: " + ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 _MODES: Mapping[str, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.REGULAR}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdrouter.engines.openai import OpenAi
-from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.engines.sglang import Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.vllm import Vllm
 

@@ -27,7 +27,8 @@ from pdrouter.control.tasks import Supervisor
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine
 from pdrouter.engines.openai import OpenAi
-from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.engines.sglang import Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.vllm import Vllm
 from pdrouter.errors import ConfigError

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import RankReport
 from pdrouter.engines.base import Described, LoadReply
-from pdrouter.engines.sglang import OWNED_FIELDS, RANK_FIELDS, RankFields, Sglang
+from pdrouter.engines.sglang import OWNED_FIELDS, Sglang
+from pdrouter.engines.sglang_ranks import RANK_FIELDS, RankFields
 
 from .builders import (
     ROOMS,
@@ -39,9 +40,11 @@ def sglang(rank_fields: RankFields = RankFields.AUTO) -> Sglang:
 # Ranks
 
 
-ROUTED = ({"routed_dp_rank": 1}, {"routed_dp_rank": 2, "disagg_prefill_dp_rank": 1})
+PREFILL = {"disagg_prefill_dp_rank": 1}
+ROUTED = ({"routed_dp_rank": 1, **PREFILL}, {"routed_dp_rank": 2, **PREFILL})
 LEGACY = ({"data_parallel_rank": 1}, {"decode_dp_rank": 2, "data_parallel_rank": 1})
-HEADER: tuple[dict[str, int], dict[str, int]] = ({}, {"disagg_prefill_dp_rank": 1})
+BOTH_NAMES = ({**LEGACY[0], **PREFILL}, {**LEGACY[1], **PREFILL})
+HEADER = (PREFILL, PREFILL)
 NOTHING: tuple[dict[str, int], dict[str, int]] = ({}, {})
 
 
@@ -64,27 +67,36 @@ NOTHING: tuple[dict[str, int], dict[str, int]] = ({}, {})
         (RankFields.AUTO, "0.5", LEGACY),
         (RankFields.AUTO, "v0.4.10", LEGACY),
         (RankFields.ROUTED, "0.5.0", ROUTED),
-        (RankFields.LEGACY, "0.6.0", LEGACY),
+        (RankFields.LEGACY, "0.5.9", LEGACY),
+        (RankFields.LEGACY, None, LEGACY),
+        (RankFields.LEGACY, "0.6.0", BOTH_NAMES),
         (RankFields.HEADER, "0.5.10", HEADER),
+        (RankFields.HEADER, "0.5.9", LEGACY),
         (RankFields.NONE, "0.5.10", NOTHING),
     ],
 )
 def test_ranks_are_written_as_the_version_reads_them(
     rank_fields: RankFields, version: str | None, ranks: tuple[dict[str, int], dict[str, int]]
 ) -> None:
-    """Each leg gets its own rank, the decode leg the prefill's too; nothing else stands in the body."""
-    plan = sglang(rank_fields).plan(make_pair(version=version), make_inbound(), make_attempt())
-    assert fields_of(prefill_leg(plan)) == {**HANDSHAKE, **ranks[0], "text": "hi"}
-    assert fields_of(decode_leg(plan)) == {**HANDSHAKE, **ranks[1], "text": "hi"}
+    """Each leg gets its own rank and the prefill's; nothing else stands in the body."""
+    inbound = make_inbound(path="/v1/completions")
+    plan = sglang(rank_fields).plan(make_pair(version=version), inbound, make_attempt())
+    for leg, fields in ((prefill_leg(plan), ranks[0]), (decode_leg(plan), ranks[1])):
+        written = fields_of(leg)
+        assert {name: written[name] for name in written if name not in HANDSHAKE} == {**fields, "text": "hi"}
 
 
 def test_ranks_as_headers() -> None:
-    """Each leg has its own; the other spellings have none."""
-    plan = sglang(RankFields.HEADER).plan(make_pair(), make_inbound(), make_attempt())
+    """Each leg has its own; the other spellings have none, nor has the one path that doesn't read it."""
+    inbound = make_inbound(path="/v1/chat/completions")
+    plan = sglang(RankFields.HEADER).plan(make_pair(), inbound, make_attempt())
     assert prefill_leg(plan).head.count(b"\r\nx-data-parallel-rank: 1\r\n") == 1
     assert decode_leg(plan).head.count(b"\r\nx-data-parallel-rank: 2\r\n") == 1
+    plan = sglang(RankFields.HEADER).plan(make_pair(), make_inbound(), make_attempt())
+    assert b"parallel" not in prefill_leg(plan).head + decode_leg(plan).head
+    assert fields_of(prefill_leg(plan))["routed_dp_rank"] == 1
     for spelling in set(RankFields) - {RankFields.HEADER}:
-        plan = sglang(spelling).plan(make_pair(), make_inbound(), make_attempt())
+        plan = sglang(spelling).plan(make_pair(), inbound, make_attempt())
         assert b"parallel" not in prefill_leg(plan).head + decode_leg(plan).head
 
 
@@ -92,7 +104,7 @@ def test_ranks_as_headers() -> None:
 @pytest.mark.parametrize("ranks", [(None, None), (0, None), (None, 0)])
 def test_a_rank_that_is_not_chosen_is_left_out(spelling: RankFields, ranks: tuple[int | None, int | None]) -> None:
     """The engine chooses then; rank 0 is a rank."""
-    plan = sglang(spelling).plan(make_pair(*ranks), make_inbound(), make_attempt())
+    plan = sglang(spelling).plan(make_pair(*ranks), make_inbound(path="/v1/completions"), make_attempt())
     for leg in (prefill_leg(plan), decode_leg(plan)):
         written = {name for name in fields_of(leg) if name in RANK_FIELDS}
         assert all(fields_of(leg)[name] == 0 for name in written)
@@ -115,7 +127,8 @@ def test_a_rank_that_is_not_chosen_is_left_out(spelling: RankFields, ranks: tupl
 def test_a_regular_endpoint_gets_one_leg(spelling: RankFields, ranks: dict[str, int]) -> None:
     """With its rank and a rid to end it by, and without a handshake."""
     decision = make_decision(None, place(make_endpoint(Role.REGULAR), 3))
-    plan = sglang(spelling).plan(decision, make_inbound(wants_prompt_logprobs=True), make_attempt())
+    inbound = make_inbound(path="/v1/completions", wants_prompt_logprobs=True)
+    plan = sglang(spelling).plan(decision, inbound, make_attempt())
     assert plan.prefill is None
     assert not plan.merges_logprobs
     assert fields_of(decode_leg(plan)) == {"rid": "r-1-a1", **ranks, "text": "hi"}
@@ -199,7 +212,8 @@ def test_a_rid_is_the_clients_with_a_suffix(rid: str | None, request_id: str, se
 def test_nothing_of_a_body_gets_into_a_head(rid: str, text: str) -> None:
     """A head has the lines that the router gave it, whatever the client writes."""
     rest = b'"text":' + json.dumps(text).encode() + b"}"
-    plan = sglang(RankFields.HEADER).plan(make_pair(), make_inbound(rest, rid=rid), make_attempt())
+    inbound = make_inbound(rest, rid=rid, path="/v1/completions")
+    plan = sglang(RankFields.HEADER).plan(make_pair(), inbound, make_attempt())
     for leg in (prefill_leg(plan), decode_leg(plan)):
         assert len(lines_of(leg.head)) == 6
         abort = sglang().abort(leg.placement.endpoint, plan.rid)

@@ -16,7 +16,8 @@ from pdrouter.core.router import Router
 from pdrouter.engines.base import Described, Engine, LoadReply
 from pdrouter.engines.logprobs import MERGED_FIELDS, merge_reply, prompt_logprobs
 from pdrouter.engines.openai import OpenAi
-from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.engines.sglang import Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.usage import prompt_count
 from pdrouter.engines.vllm import Vllm

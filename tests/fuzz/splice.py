@@ -8,7 +8,8 @@ from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Role
 from pdrouter.engines.base import Engine, Inbound, Leg
 from pdrouter.engines.openai import OpenAi
-from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.engines.sglang import Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.vllm import Vllm
 from pdrouter.errors import ClientError
@@ -52,8 +53,9 @@ class Case(NamedTuple):
 
 
 def sglang(fields: RankFields, prefill_rank: bytes, decode_ranks: bytes) -> Case:
-    """Return a pair of SGLang."""
+    """Return a pair of SGLang 0.5.10, which takes any room."""
     decision = make_pair()
+    named = b"" if fields is RankFields.NONE else b',"disagg_prefill_dp_rank":1'
 
     def edit(inbound: Inbound, leg: Leg) -> tuple[Collection[str], bytes]:
         owned = MEETING if fields is RankFields.NONE else MEETING | RANKS
@@ -63,7 +65,11 @@ def sglang(fields: RankFields, prefill_rank: bytes, decode_ranks: bytes) -> Case
             each = [b"[" + b",".join([value] * inbound.batch) + b"]" for value in each]
         room = json.dumps(rooms(inbound)[0] if inbound.batch is None else rooms(inbound)).encode()
         ours = b'"rid":%b,"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b' % (rid, *each, room)
-        return owned, ours + (prefill_rank if leg.placement is decision.prefill else decode_ranks)
+        is_prefill = leg.placement is decision.prefill
+        ranks = prefill_rank if is_prefill else decode_ranks
+        if fields is RankFields.HEADER and inbound.path == Api.GENERATE:  # which doesn't read the header
+            ranks = b',"routed_dp_rank":1' if is_prefill else b',"routed_dp_rank":2'
+        return owned, ours + ranks + named
 
     return Case(Sglang(fields), decision, edit)
 
@@ -135,9 +141,9 @@ _NIXL = (
 _XFER = b'"kv_transfer_params":{"do_remote_prefill":%b,"do_remote_decode":%b,"transfer_id":"xfer-a1"%b}'
 _XFER_AT = b',"remote_bootstrap_addr":"http://prefill:8998","remote_engine_id":"e1"'
 CASES = (
-    sglang(RankFields.AUTO, b',"routed_dp_rank":1', b',"routed_dp_rank":2,"disagg_prefill_dp_rank":1'),
+    sglang(RankFields.AUTO, b',"routed_dp_rank":1', b',"routed_dp_rank":2'),
     sglang(RankFields.LEGACY, b',"data_parallel_rank":1', b',"decode_dp_rank":2,"data_parallel_rank":1'),
-    sglang(RankFields.HEADER, b"", b',"disagg_prefill_dp_rank":1'),
+    sglang(RankFields.HEADER, b"", b""),
     sglang(RankFields.NONE, b"", b""),
     sglang_alone(),
     vllm("nixl", _NIXL, b'"kv_transfer_params":' + KV_PARAMS),

@@ -20,7 +20,8 @@ from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine
 from pdrouter.engines.logprobs import MERGED_FIELDS
 from pdrouter.engines.openai import OpenAi
-from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.engines.sglang import Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.usage import CACHED_TOKENS, with_cached_tokens
 from pdrouter.engines.vllm import Vllm

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pdrouter.engines.base import Described, Engine, HandOver, LoadReply, Plan, rest_without, splice
 from pdrouter.engines.logprobs import MERGED_FIELDS, StreamMerger, merge_reply, prompt_logprobs
 from pdrouter.engines.openai import OpenAi
-from pdrouter.engines.sglang import OWNED_FIELDS, RankFields, Sglang
+from pdrouter.engines.sglang import OWNED_FIELDS, Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.usage import CACHED_TOKENS, prompt_count, with_cached_tokens
 from pdrouter.engines.vllm import Vllm

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pdrouter.config import Settings
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Inbound
-from pdrouter.engines.sglang import OWNED_FIELDS, RANK_FIELDS
+from pdrouter.engines.sglang import OWNED_FIELDS
+from pdrouter.engines.sglang_ranks import RANK_FIELDS
 from pdrouter.errors import ClientError
 from pdrouter.options import intake_options
 from pdrouter.proxy.intake import Api, Intake

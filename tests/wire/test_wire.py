@@ -19,7 +19,8 @@ from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Attempt, Engine, Inbound, Leg
-from pdrouter.engines.sglang import RankFields, Sglang
+from pdrouter.engines.sglang import Sglang
+from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.vllm import Vllm
 from pdrouter.options import intake_options
@@ -93,6 +94,7 @@ def _endpoint(fixture: Fixture, engine: Engine, role: Role) -> Endpoint:
         version=settings["version"],
         bootstrap_port=fixture.number("bootstrap_port"),
         dp_size=fixture.number("dp_size", 4),
+        dp_attention=settings.get("dp_attention") == "true",
         rank_base=fixture.number("rank_base", 0),
         kv_address=settings.get(f"{role.value}_kv_address"),
         kv_engine_ids=tuple(settings.get("kv_engine_ids", "").split()),

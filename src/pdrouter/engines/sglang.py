@@ -1,12 +1,10 @@
-"""SGLang: PD handshake by bootstrap room, both legs at once; ranks in the newer or the #13208 spelling.
+"""SGLang: PD handshake by bootstrap room, both legs at once. Ranks and rooms: ``sglang_ranks.py``.
 
 Source: SGLang 0.5.x (``io_struct.py``, ``http_server.py``, ``disaggregation/``); see docs/engines.md.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from enum import StrEnum
 from functools import lru_cache
 
 import msgspec
@@ -25,18 +23,10 @@ from pdrouter.engines.base import (
     Piece,
     Plan,
     Traits,
-    rank_line,
     request_head,
     splice,
 )
-
-PREFILL_RANK_FIELDS = ("disagg_prefill_dp_rank", "data_parallel_rank", "routed_dp_rank")
-"""Where a client may name the prefill rank, the most specific first."""
-
-DECODE_RANK_FIELDS = ("decode_dp_rank", "data_parallel_rank_decode", "routed_dp_rank", "data_parallel_rank")
-"""Where a client may name the decode rank, the most specific first."""
-
-RANK_FIELDS = frozenset(PREFILL_RANK_FIELDS + DECODE_RANK_FIELDS)
+from pdrouter.engines.sglang_ranks import RANK_FIELDS, RankFields, RoomRule, rank_fields, room_rule
 
 OWNED_FIELDS = RANK_FIELDS | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
 """Top-level fields of a body that the router writes itself."""
@@ -44,47 +34,13 @@ OWNED_FIELDS = RANK_FIELDS | {"bootstrap_host", "bootstrap_port", "bootstrap_roo
 DEFAULT_BOOTSTRAP_PORT = 8998
 """Source: SGLang's ``--disaggregation-bootstrap-port``."""
 
-MAX_ROOM = 2**63 - 1
-
 MAX_COUNT = 2**63 - 1
 """What counters can hold; a number beyond is none."""
 
 _MOST = 1e300
 """A number beyond can't be reckoned with; the core judges all others."""
 
-_ROUTED_SINCE = (0, 5, 10)
-"""The first version that knows ``routed_dp_rank``; older ones have the fields of #13208."""
-
-_NUMBERS = re.compile(r"v?(\d{1,6}(?:\.\d{1,6})*)", re.ASCII)
-
 _JSON = b"content-type: application/json\r\n"
-
-
-class RankFields(StrEnum):
-    """How ranks are written: by version, newer names, names of #13208, header, or not at all."""
-
-    AUTO = "auto"
-    ROUTED = "routed"
-    LEGACY = "legacy"
-    HEADER = "header"
-    NONE = "none"
-
-
-_OWN_RANK: Mapping[RankFields, tuple[bytes, bytes]] = {
-    RankFields.ROUTED: (b',"routed_dp_rank":%d', b""),
-    RankFields.LEGACY: (b',"data_parallel_rank":%d', b""),
-    RankFields.HEADER: (b"", b""),
-    RankFields.NONE: (b"", b""),
-}
-"""Fields of a leg that stands alone or comes first: its own rank, and nobody else's."""
-
-_DECODE_RANKS: Mapping[RankFields, tuple[bytes, bytes]] = {
-    RankFields.ROUTED: (b',"routed_dp_rank":%d', b',"disagg_prefill_dp_rank":%d'),
-    RankFields.LEGACY: (b',"decode_dp_rank":%d', b',"data_parallel_rank":%d'),
-    RankFields.HEADER: (b"", b',"disagg_prefill_dp_rank":%d'),
-    RankFields.NONE: (b"", b""),
-}
-"""Fields of a decode leg: its own rank, and the prefill's."""
 
 
 class Sglang:
@@ -111,10 +67,11 @@ class Sglang:
         decode, prefill = decision.decode, decision.prefill
         if prefill is None:
             return Plan(rid, None, self._leg(inbound, rest, headers, decode, None, shared))
-        shared += _bootstrap(prefill.endpoint, inbound, attempt)
+        rule = room_rule(self._rank_fields, prefill, inbound)
+        shared += _bootstrap(prefill.endpoint, inbound, attempt, rule)
         return Plan(
             rid,
-            self._leg(inbound, rest, headers, prefill, None, shared),
+            self._leg(inbound, rest, headers, prefill, prefill, shared),
             self._leg(inbound, rest, headers, decode, prefill, shared),
             merges_logprobs=inbound.wants_prompt_logprobs,
         )
@@ -126,14 +83,11 @@ class Sglang:
     def _leg(
         self, inbound: Inbound, rest: Piece, headers: bytes, place: Placement, prefill: Placement | None, shared: bytes
     ) -> Leg:
-        """Return one leg; ``prefill`` is the one before it, if any."""
-        endpoint, rank = place.endpoint, place.rank
-        spelling = self._rank_fields
-        if spelling is RankFields.AUTO:
-            spelling = _spelling(endpoint.version)
-        fields, header = _ranks(spelling, rank, None if prefill is None else prefill.rank, prefill is not None)
+        """Return one leg; ``prefill`` is where a pair's prompt is read."""
+        is_decode = prefill is not None and prefill is not place
+        fields, header = rank_fields(self._rank_fields, inbound.path, place, prefill, is_decode=is_decode)
         body = splice(rest, shared + fields)
-        head = request_head("POST", inbound.path, endpoint, headers + header, len(body[0]) + len(body[1]))
+        head = request_head("POST", inbound.path, place.endpoint, headers + header, len(body[0]) + len(body[1]))
         return Leg(place, head, body)
 
     def abort(self, endpoint: Endpoint, rid: str) -> bytes:
@@ -287,42 +241,20 @@ def _unix_s(timestamp: object) -> float | None:
     return None if moment.tzinfo is None else moment.timestamp()
 
 
-@lru_cache(maxsize=65536)
-def _ranks(spelling: RankFields, rank: int | None, prefill_rank: int | None, is_second: bool) -> tuple[bytes, bytes]:
-    """Return a leg's rank fields and its rank header; a rank that isn't chosen is left out, and the engine decides."""
-    own, others = (_DECODE_RANKS if is_second else _OWN_RANK)[spelling]
-    fields = own % rank if own and rank is not None else b""
-    if others and prefill_rank is not None:
-        fields += others % prefill_rank
-    if spelling is RankFields.HEADER and rank is not None:
-        return fields, rank_line(rank)
-    return fields, b""
-
-
-@lru_cache(maxsize=64)
-def _spelling(version: str | None) -> RankFields:
-    """Return how an engine of a version spells ranks."""
-    numbers = _version(version)
-    return RankFields.LEGACY if numbers is not None and numbers < _ROUTED_SINCE else RankFields.ROUTED
-
-
-def _version(text: str | None) -> tuple[int, ...] | None:
-    """Return the leading numbers of a version, ``None`` if it says nothing: a source build calls itself 0.0.0."""
-    found = _NUMBERS.match(text or "")
-    numbers = tuple(map(int, found[1].split("."))) if found else ()
-    return numbers if any(numbers) else None
-
-
-def _bootstrap(endpoint: Endpoint, inbound: Inbound, attempt: Attempt) -> bytes:
+def _bootstrap(endpoint: Endpoint, inbound: Inbound, attempt: Attempt, rule: RoomRule) -> bytes:
     """Return the handshake fields; a batch has an array of each, as long as its samples."""
     host, port = _meeting_point(endpoint.host, endpoint.bootstrap_port)
     if inbound.batch is None:
-        return b',"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d' % (host, port, attempt.rooms[0])
+        return b',"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d' % (
+            host,
+            port,
+            rule.fit(attempt.rooms[0]),
+        )
     size = inbound.batch
     return b',"bootstrap_host":[%b],"bootstrap_port":[%b],"bootstrap_room":%b' % (
         b",".join([host] * size),
         b",".join([port] * size),
-        msgspec.json.encode(list(attempt.rooms)),
+        msgspec.json.encode(list(rule.fit_all(attempt.rooms))),
     )
 
 

@@ -17,7 +17,8 @@ from pdrouter.core.request import PAIRED, RequestFacts, Task
 from pdrouter.core.router import Router
 from pdrouter.core.tokens import TextShape
 from pdrouter.engines.base import Inbound
-from pdrouter.engines.sglang import DECODE_RANK_FIELDS, OWNED_FIELDS, PREFILL_RANK_FIELDS
+from pdrouter.engines.sglang import OWNED_FIELDS
+from pdrouter.engines.sglang_ranks import DECODE_RANK_FIELDS, PREFILL_RANK_FIELDS
 from pdrouter.errors import InvalidRequest
 from pdrouter.proxy.bodies import (
     MAX_ID_CHARS,

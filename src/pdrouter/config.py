@@ -173,7 +173,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config_check_interval_secs: Annotated[float, setting("Server",
         "Time between two looks at the settings' file; SIGHUP looks at once.", unit="s", low=0.05, high=86_400)] = 5.0
     api_key: Annotated[str | None, setting("Server",
-        "Key that a request must bring, `authorization: Bearer KEY`, unless it only reads a page; unset: none.")] = None
+        "Key that a request must bring, `authorization: Bearer KEY` or `x-api-key: KEY`, unless it only reads a page; "
+        "unset: none.")] = None
     log_level: Annotated[LogLevel, setting("Server",
         "Least severe log lines that are written; debug has one for each decision.")] = "info"
     log_format: Annotated[LogFormat, setting("Server",
@@ -214,7 +215,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Tokens per minute that a key may ask for, its prompts and longest answers; more get 429; unset: any.",
         unit="tokens/min", low=1, high=1_000_000_000_000)] | None = None
     rate_limit_key_header: Annotated[str, setting("Clients",
-        "The header that is the key; requests without it share one.", check=check_header)] = "authorization"
+        "The header that is the key; requests without it share one. `authorization` stands for `x-api-key`, too.",
+        check=check_header)] = "authorization"
 
     policy: Annotated[PolicyName | str, setting("Routing",
         "How an endpoint is chosen (sglang-router: cache_aware).")] = "least_work"

@@ -23,6 +23,7 @@ from pdrouter.core.retry import RetryOptions
 from pdrouter.core.router import RouterOptions
 from pdrouter.core.shadow import ShadowOptions
 from pdrouter.plugins import load_policies
+from pdrouter.proxy.credentials import identity
 from pdrouter.proxy.deadlines import TimeLimits
 from pdrouter.proxy.dispatch import DispatchOptions
 from pdrouter.proxy.intake import IntakeOptions
@@ -209,12 +210,18 @@ def intake_options(settings: Settings) -> IntakeOptions:
         owns_ranks=settings.rank_fields != "none",
         priority_header=settings.priority_header.lower().encode(),
         tenant_header=settings.tenant_header.lower().encode(),
-        tenant_weights={
-            name.encode("latin-1", "replace"): float(weight)
-            for name, _, weight in (text.rpartition("=") for text in settings.tenant_weights)
-        },
+        rate_header=settings.rate_limit_key_header.lower().encode(),
+        tenant_weights=_tenant_weights(settings),
         puts_low_first=settings.engine == "vllm",
     )
+
+
+def _tenant_weights(settings: Settings) -> dict[bytes, float]:
+    """Return the weights of tenants by their names, a key in its one spelling."""
+    header = settings.tenant_header.lower().encode()
+    parts = [text.rpartition("=") for text in settings.tenant_weights]
+    named = {name.encode("latin-1", "replace"): float(weight) for name, _, weight in parts}
+    return {identity({header: name}, header): weight for name, weight in named.items()}
 
 
 def entrance_options(settings: Settings) -> EntranceOptions | None:

@@ -18,6 +18,7 @@ from pdrouter.core.router import Router
 from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoReadyPair, RouterError, Unauthorized
 from pdrouter.proxy import workers
 from pdrouter.proxy.client import Client
+from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, check_once, credential
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.pages import Accepted, Flushed, NotFlushed, Refusal, Urls
 from pdrouter.proxy.replies import JSON_HEADERS, error_headers
@@ -98,7 +99,7 @@ class FleetApi:
         self._router = router
         self._clock = clock
         self._doors = doors
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
         self._paths: Mapping[bytes, tuple[tuple[bytes, ...], Callable[[Client], None]]] = {
             b"/add_worker": (_POST, self._add_by_query),
             b"/remove_worker": (_POST, self._remove_by_query),
@@ -140,16 +141,17 @@ class FleetApi:
         if client.error is not None:
             raise client.error
         if client.method not in _GET:
+            check_once(client.headers, (AUTHORIZATION, API_KEY))
             self.check_key(client)
         action(client)
 
     def check_key(self, client: Client) -> None:
-        """Let nobody through without the key, if there is one.
+        """Refuse a request without the key, if there is one.
 
         Raises: Unauthorized.
         """
-        if self._key is not None and not compare_digest(client.header.get(b"authorization", b""), self._key):
-            raise Unauthorized("this needs the router's api_key: authorization: Bearer KEY")
+        if self._key is not None and not compare_digest(credential(client.header), self._key):
+            raise Unauthorized("this needs the router's api_key: authorization: Bearer KEY, or x-api-key: KEY")
 
     # One worker.
 

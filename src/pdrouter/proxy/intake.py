@@ -31,6 +31,7 @@ from pdrouter.proxy.bodies import (
     decode_whole,
     form_value,
 )
+from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, identity, repeated
 from pdrouter.proxy.prompts import Prompt, cache_key, read_prompt
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
@@ -40,14 +41,15 @@ _MAX_RANK_DIGITS = 9
 _PRIORITY = re.compile(rb"-?\d{1,9}")
 
 _ROUTING_KEY = b"x-smg-routing-key"
-_CLIENT_KEYS = (_ROUTING_KEY, b"authorization", b"x-forwarded-for", b"cookie")
-"""What tells clients apart, the first that there is. Source: the SGLang router's consistent hashing."""
+_CLIENT_KEYS = (_ROUTING_KEY, AUTHORIZATION, API_KEY, b"x-forwarded-for", b"cookie")
+"""What tells clients apart, the first that there is. Source: the SGLang router's consistent hashing; and x-api-key."""
 
-_KEY_HEADERS = frozenset(_CLIENT_KEYS)
+_LISTS = frozenset((b"x-forwarded-for", b"cookie"))
+"""Headers whose value is a list: lines of them may repeat. Source: RFC 9110, 5.3; RFC 6265, 5.4."""
 
 _FORWARDED = frozenset(
-    b"authorization accept traceparent tracestate x-smg-routing-key user-agent"
-    b" x-correlation-id x-trace-id request-id".split()
+    b"authorization x-api-key accept traceparent tracestate x-smg-routing-key user-agent"
+    b" x-correlation-id x-trace-id request-id anthropic-version anthropic-beta".split()
 )
 _JSON_LINE = b"content-type: application/json\r\n"
 _ID_PREFIXES: Mapping[Api, str] = {
@@ -75,6 +77,7 @@ class IntakeOptions(Struct, frozen=True):
     owns_ranks: bool
     priority_header: bytes
     tenant_header: bytes
+    rate_header: bytes
     tenant_weights: Mapping[bytes, float]
     puts_low_first: bool
 
@@ -85,7 +88,9 @@ class Intake:
     def __init__(self, router: Router, options: IntakeOptions) -> None:
         self._router = router
         self._options = options
-        self._keys = _KEY_HEADERS | {options.priority_header, options.tenant_header}
+        single = {options.priority_header, options.tenant_header, options.rate_header}
+        self._keys = single | {_RANK_HEADER, *_CLIENT_KEYS}
+        self._lists = _LISTS - single
         # Where ranks aren't ours to write, the client's own go through.
         self._forwarded = _FORWARDED | options.forwarded | (set() if options.owns_ranks else {_RANK_HEADER})
 
@@ -169,10 +174,15 @@ class Intake:
     def _read_headers(
         self, headers: Iterable[tuple[bytes, bytes]], keys: dict[bytes, bytes]
     ) -> tuple[bytes, int | None]:
-        """Return the header lines to send on, and the rank that the client asked for by header; note its ``keys``."""
+        """Return the header lines to send on, and the rank that the client asked for by header; note its ``keys``.
+
+        Raises: InvalidRequest for a rank that is none, and for a key that stands twice: others may take the first.
+        """
         lines, rank = b"", None
         for name, value in headers:
             if name in self._keys:
+                if name in keys and name not in self._lists:
+                    raise repeated(name)
                 keys[name] = value
             if name in self._forwarded:
                 lines += name + b": " + value + b"\r\n"
@@ -204,8 +214,12 @@ class Intake:
             raise InvalidRequest(f"the header {name.decode()} must be an integer", param=name.decode())
         return int(text)
 
-    def _weight(self, keys: Mapping[bytes, bytes]) -> float:
-        return self._options.tenant_weights.get(keys.get(self._options.tenant_header, b""), 1.0)
+    def _tenant(self, keys: Mapping[bytes, bytes]) -> tuple[int | None, float]:
+        """Return whose share of the router a request takes, and how large that is beside others'."""
+        name = identity(keys, self._options.tenant_header)
+        if not name:
+            return None, 1.0
+        return xxhash.xxh3_64_intdigest(name), self._options.tenant_weights.get(name, 1.0)
 
     def _facts(
         self,
@@ -218,6 +232,7 @@ class Intake:
         keys: Mapping[bytes, bytes],
     ) -> RequestFacts:
         samples = batch or 1
+        tenant, weight = self._tenant(keys) if keys else (None, 1.0)
         text = TextShape.of(prompt.text) if prompt.text else None
         tokens = prompt.tokens + (self._router.tokens.estimate(body.model, text) if text else 0)
         is_single = samples == 1
@@ -239,8 +254,8 @@ class Intake:
             decode_rank=ranks[1],
             max_output_tokens=body.max_output_tokens(),
             priority=self._priority(body, keys) if keys or body.priority else 0,
-            tenant=_first_hash(keys, (self._options.tenant_header,)) if keys else None,
-            weight=self._weight(keys) if keys else 1.0,
+            tenant=tenant,
+            weight=weight,
             routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,
             client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
         )

@@ -80,7 +80,7 @@ _CODES: Mapping[type[Struct], Callable[[type[RouterError]], str]] = {
 }
 """How each shape writes codes."""
 
-_WITH_KEY: Sequence[Part] = ({}, {"key": ()})
+_WITH_KEY: Sequence[Part] = ({}, {"key": ()}, {"x_api_key": ()})
 _NO_MORE: Mapping[str, Part] = {}
 
 _FORMS = frozenset((Api.TRANSCRIPTIONS, Api.TRANSLATIONS, Api.IMAGE_EDITS, Api.IMAGE_VARIATIONS))
@@ -107,7 +107,10 @@ def document() -> Part:
         "components": {
             "schemas": _schemas(),
             "responses": _responses(),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "Needed with api_key."}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "Needed with api_key."},
+                "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
+            },
         },
     }
 

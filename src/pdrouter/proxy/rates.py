@@ -15,6 +15,7 @@ from throttled.rate_limiter import BaseRateLimiter, RateLimiterRegistry
 
 from pdrouter.core.request import RequestFacts
 from pdrouter.errors import RateLimited
+from pdrouter.proxy.credentials import identity
 
 _MAX_KEYS = 65_536
 """Keys with a bucket; what was used longest ago is forgotten, and starts anew (I9)."""
@@ -49,7 +50,7 @@ class Rates:
         Raises: RateLimited.
         """
         options = self._options
-        key = f"{xxhash.xxh3_64_intdigest(header.get(options.key_header, b'')):x}"  # no secret is kept
+        key = f"{xxhash.xxh3_64_intdigest(identity(header, options.key_header)):x}"  # no secret is kept
         if options.requests_per_min is not None:
             self._charge("requests", self._requests, key, 1, options.requests_per_min)
         if options.tokens_per_min is not None:

@@ -136,6 +136,54 @@ def test_an_index_that_is_none(index: bytes) -> None:
     assert prompt_logprobs(event, is_stream=True) == {0: {"input_token_logprobs": b"[[3]]"}}
 
 
+ECHOED = (
+    b'{"choices":[{"index":0,"text":"ab c","logprobs":{"text_offset":[-1,-1,-1],"token_logprobs":[null,-0.10,-9],'
+    b'"tokens":["a","b","c"],"top_logprobs":[null,{"b":-0.10},{"c":-9}]},"finish_reason":"length"}]}'
+)
+"""A prefill's completion: two tokens of the prompt, and its own."""
+
+ANSWERED = (
+    b'{"id":"x", "choices":[{"index":0,"text":"ab\\u00e9","logprobs":{"text_offset":[-1],"token_logprobs":[-1e-05],'
+    b'"tokens":["\\u00e9"],"top_logprobs":[{"d":-1e-05}]},"matched_stop":12345678901234567890}]}'
+)
+JOINED = (
+    b'{"id":"x","choices":[{"index":0,"text":"ab\\u00e9","logprobs":{"text_offset":[-1,-1,-1],'
+    b'"token_logprobs":[null,-0.10,-1e-05],"tokens":["a","b","\\u00e9"],"top_logprobs":[null,{"b":-0.10},{"d":-1e-05}]},'
+    b'"matched_stop":12345678901234567890}]}'
+)
+
+
+@pytest.mark.invariant("I10")
+def test_a_completion_that_echoes() -> None:
+    """The prompt's tokens come first, without the one that the prefill made; all else keeps its bytes."""
+    assert merge_reply(ANSWERED, prompt_logprobs(ECHOED, is_stream=False)) == JOINED
+
+
+@pytest.mark.invariant("I10")
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+def test_a_streamed_completion_that_echoes(cut: int) -> None:
+    """The prompt's go into the first event of their choice that has logprobs; later ones stay as they are."""
+    prompt = prompt_logprobs(b"data: " + ECHOED + b"\n\ndata: [DONE]\n\n", is_stream=True)
+    opening = b'{"choices":[{"index":0,"text":"","logprobs":null}]}'
+    other = ANSWERED.replace(b'"index":0', b'"index":1')
+    stream = b"".join(b"data: " + event + b"\n\n" for event in (opening, other, ANSWERED, ANSWERED, b"[DONE]"))
+    merger = StreamMerger(prompt, LIMIT_BYTES)
+    merged = b"".join(merger.feed(stream[i : i + cut]) for i in range(0, len(stream), cut)) + merger.finish()
+    assert merged.split(b"\n\n")[:-1] == [b"data: " + event for event in (opening, other, JOINED, ANSWERED, b"[DONE]")]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [b"1", b'{"logprobs":null}', b'{"logprobs":[]}', b'{"logprobs":{"tokens":5}}', b'{"logprobs":{"tokens":[]}}'],
+)
+def test_a_choice_without_logprobs(choice: bytes) -> None:
+    """It adds nothing as a prompt's, and gets nothing as an answer."""
+    reply = b'{"choices":[' + choice + b"]}"
+    assert json.loads(merge_reply(ANSWERED, prompt_logprobs(reply, is_stream=False))) == json.loads(ANSWERED)
+    if b"tokens" not in choice:
+        assert merge_reply(reply, prompt_logprobs(ECHOED, is_stream=False)) == reply
+
+
 @pytest.mark.invariant("I9")
 def test_an_event_without_an_end_is_not_held_for_ever() -> None:
     """What is held has a limit."""

@@ -144,6 +144,25 @@ async def test_logprobs_are_merged(is_stream: bool, is_batch: bool) -> None:
         await lab.settled()
 
 
+@pytest.mark.parametrize("prompt", ["a prompt of some words", [1, 2, 3], ["one", "two \u00e9"], [[1, 2, 3], [4]]])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_echoed_logprobs_are_merged(is_stream: bool, prompt: object) -> None:
+    """A completion that echoes its prompt has the logprobs of both, as a regular engine tells them."""
+    body = {"prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 2}
+    async with make_lab() as lab, make_lab(0, 0, 1) as plain:
+        whole = (await plain.post(COMPLETIONS, body)).json()["choices"]
+        reply = await lab.post(COMPLETIONS, body | {"stream": is_stream})
+        choices = [c for event in (reply.events if is_stream else [reply.json()]) for c in event["choices"]]
+        for expected in whole:
+            parts = [choice for choice in choices if choice["index"] == expected["index"]]
+            assert "".join(part["text"] for part in parts) == expected["text"]
+            lists = [part["logprobs"] for part in parts if part["logprobs"]]
+            for field, values in expected["logprobs"].items():
+                assert [value for told in lists for value in told[field]] == values
+        assert all(len(choice["logprobs"]["tokens"]) > 3 for choice in whole)
+        await lab.settled()
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_chat_logprobs(is_stream: bool) -> None:
     """Logprobs of a chat come from the decode side and pass through."""

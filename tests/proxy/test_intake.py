@@ -112,6 +112,17 @@ def test_prompt_logprobs(flag: object, wants: bool) -> None:
     assert not read(Api.CHAT, {**CHAT, "return_logprob": flag})[1].wants_prompt_logprobs
 
 
+@pytest.mark.parametrize(
+    ("echo", "logprobs", "wants"),
+    [(True, 1, True), (1, 5, True), (True, 0, False), (True, None, False), (False, 1, False), (None, 1, False)],
+)
+def test_echoed_prompt_logprobs(echo: object, logprobs: object, wants: bool) -> None:
+    """A completion tells the prompt's logprobs where it echoes the prompt and has logprobs at all."""
+    fields = {"echo": echo, "logprobs": logprobs}
+    assert read(Api.COMPLETIONS, {**PLAIN[Api.COMPLETIONS], **fields})[1].wants_prompt_logprobs is wants
+    assert not read(Api.CHAT, {**CHAT, **fields})[1].wants_prompt_logprobs
+
+
 # Ranks
 
 

@@ -141,6 +141,23 @@ async def test_logprobs_of_the_prompt_come_from_the_prefill_leg(pair: Any, is_st
     assert [len(meta["output_token_logprobs"]) for meta in metas] == [1, 2]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_logprobs_of_an_echoed_prompt_come_from_the_prefill_leg(pair: Any, is_stream: bool) -> None:
+    """Both legs repeat the text; the prompt's tokens are told by prefill alone, with its own token behind them.
+
+    Source: seen on SGLang 0.5.23.
+    """
+    body = {"prompt": "twelve bytes", "echo": True, "logprobs": 1, "max_tokens": 2, "stream": is_stream}
+    replies = await pair.send("/v1/completions", body)
+    legs = [reply.events() if is_stream else [reply.json()] for reply in replies]
+    choices = [[choice for event in events for choice in event["choices"]] for events in legs]
+    assert [leg[0]["text"].startswith("twelve bytes") for leg in choices] == [True, True]
+    told = [[choice["logprobs"] for choice in leg if choice["logprobs"]] for leg in choices]
+    assert [sum(len(logprobs["tokens"]) for logprobs in leg) for leg in told] == [4, 2]
+    first = told[0][0]
+    assert (first["token_logprobs"][0], first["top_logprobs"][0], first["text_offset"]) == (None, None, [-1] * 4)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

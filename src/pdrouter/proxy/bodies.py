@@ -121,6 +121,12 @@ class Completion(Body):
     """``/v1/completions``."""
 
     prompt: RawField = UNSET
+    echo: RawField = UNSET
+    logprobs: RawField = UNSET
+
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt is echoed with its logprobs: a decode engine doesn't have them."""
+        return _is_set(self.echo) and _is_set(self.logprobs)
 
 
 class Responses(Body):
@@ -187,6 +193,8 @@ class SamplingParams(Struct):
     max_new_tokens: int | None = None
 
 
+_NOT_SET = (b"null", b"false", b"0")
+
 AnyBody = Chat | Completion | Generate | Responses | Messages
 
 _DECODERS: Mapping[Api, "msgspec.json.Decoder[AnyBody]"] = {
@@ -241,6 +249,11 @@ def _path_of(error: msgspec.ValidationError) -> str | None:
     """Return the field that a validation error names (msgspec writes ``... - at `$.field` ``)."""
     _, found, rest = str(error).partition("at `$.")
     return rest.split("`")[0].split("[")[0].split(".")[0] if found else None
+
+
+def _is_set(field: RawField) -> bool:
+    """Whether a flag or a number is given, and neither false nor 0."""
+    return not isinstance(field, UnsetType) and bytes(field) not in _NOT_SET
 
 
 def batch_size(body: Body, prompts: int | None) -> int | None:

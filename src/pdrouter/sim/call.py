@@ -37,6 +37,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request, checked. ``rank``: of this engine, from 0; None: the engine chooses.
 
     ``role``: what the engine does for it; None: the engine's own role. ``stops_early``: the answer ends by itself.
+    ``echo``: the prompt's text, where the answer is to begin with it.
     """
 
     rid: str
@@ -47,12 +48,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     role: Role | None = None
     handoff: Handoff | None = None
+    echo: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A whole request, checked. ``id`` of the answer; None: that of its first prompt.
 
-    ``logprob_start``: first token of the prompt whose logprobs are told.
+    ``logprob_start``: first token of the prompt whose logprobs are told; completions tell the prompt's where they
+    ``echo_logprobs``, and ``top_logprobs`` alternatives of each token.
     """
 
     api: Api
@@ -64,3 +67,5 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     id: str | None = None
     logprob_start: int = 0
+    echo_logprobs: bool = False
+    top_logprobs: int = 0

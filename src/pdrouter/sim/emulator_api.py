@@ -10,7 +10,7 @@ import msgspec
 
 from pdrouter.sim.call import Api, Call, Part, RoomHandoff
 from pdrouter.sim.emulator_settings import MAX_ROOM, EmulatorSettings, EngineError
-from pdrouter.sim.text import Prompt, render_chat
+from pdrouter.sim.text import Prompt, echo_text, render_chat
 
 _FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's own name for "no other side" (disaggregation/utils.py)
 _DEFAULT_BOOTSTRAP_PORT = 8998
@@ -48,6 +48,7 @@ class Body(msgspec.Struct, frozen=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     logprobs: bool | int | None = None
+    echo: bool | None = None
     bootstrap_host: object = None
     bootstrap_port: object = None
     bootstrap_room: object = None
@@ -88,6 +89,7 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
             stops_early=stops_early,
             rank=_own_rank(rank, rooms[i], settings),
             handoff=_handoff(rooms[i], addresses[i], prefill_rank),
+            echo=echo_text(prompts[i // choices]) if body.echo and api is Api.COMPLETION else "",
         )
         for i in range(count)
     ]
@@ -100,6 +102,8 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         has_logprobs=_has_logprobs(api, body),
         logprob_start=max(0, start) if isinstance(start, int) else 0,
+        echo_logprobs=bool(body.echo and body.logprobs),
+        top_logprobs=int(body.logprobs or 0),
         model=body.model or settings.model,
     )
 

@@ -256,11 +256,11 @@ class CompletionReply(OpenAiReply):
         return ""
 
     def _delta(self, ticket: Ticket, start: int, end: int, finish: str) -> str:
-        text = answer_text(ticket.seed, start, end)
+        text = _encode(self._text(ticket, start, end)).decode()
         logprobs = "null"
         if self._call.has_logprobs:
             logprobs = _encode(self._logprobs(ticket, start, end)).decode()
-        return self._event(ticket.index, f'"text":"{text}","logprobs":{logprobs}', finish)
+        return self._event(ticket.index, f'"text":{text},"logprobs":{logprobs}', finish)
 
     def _closing(self, ticket: Ticket) -> str:
         return self._event(ticket.index, '"text":"","logprobs":null', f'"{ticket.finish}"')
@@ -268,11 +268,14 @@ class CompletionReply(OpenAiReply):
     def _choice(self, ticket: Ticket) -> dict[str, object]:
         return {
             "index": ticket.index,
-            "text": answer_text(ticket.seed, 0, ticket.tokens),
+            "text": self._text(ticket, 0, ticket.tokens),
             "logprobs": self._logprobs(ticket, 0, ticket.tokens) if self._call.has_logprobs else None,
             "finish_reason": ticket.finish,
             **self._choice_extra(),
         }
+
+    def _text(self, ticket: Ticket, start: int, end: int) -> str:
+        return answer_text(ticket.seed, start, end)
 
     def _logprobs(self, ticket: Ticket, start: int, end: int) -> dict[str, object]:
         indices = range(start, end)
@@ -281,6 +284,34 @@ class CompletionReply(OpenAiReply):
             "token_logprobs": [_logprob(token_id(ticket.seed, i)) for i in indices],
             "top_logprobs": [],
             "text_offset": [4 * i for i in indices],
+        }
+
+
+class SglangCompletionReply(CompletionReply):
+    """``/v1/completions`` as SGLang has it: with ``echo`` and ``logprobs`` the prompt's tokens come first.
+
+    A decode engine repeats the text, and doesn't have the logprobs. Source: SGLang 0.5.23, ``serving_completions.py``
+    and ``openai/utils.py`` (offsets are -1); ``scheduler_components/output_streamer.py`` (decode sends no input
+    logprobs); seen on 0.5.23.
+    """
+
+    def _text(self, ticket: Ticket, start: int, end: int) -> str:
+        echo = "" if start else self._call.parts[ticket.index].echo
+        return echo + super()._text(ticket, start, end)
+
+    def _logprobs(self, ticket: Ticket, start: int, end: int) -> dict[str, object]:
+        told: list[tuple[str, float | None]] = []
+        if start == 0 and self._call.echo_logprobs and self._has_prompt_logprobs:
+            seed = ticket.digest
+            told += [(token_text(seed, i), _logprob(token_id(seed, i))) for i in range(ticket.job.prompt_tokens)]
+            told[0] = (told[0][0], None)
+        told += [(token_text(ticket.seed, i), _logprob(token_id(ticket.seed, i))) for i in range(start, end)]
+        has_top = self._call.top_logprobs > 0
+        return {
+            "text_offset": [-1] * len(told),
+            "token_logprobs": [logprob for _, logprob in told],
+            "tokens": [text for text, _ in told],
+            "top_logprobs": [None if value is None else {text: value} for text, value in told] if has_top else [],
         }
 
 
@@ -297,6 +328,6 @@ def make_reply(call: Call, tickets: Sequence[Ticket], *, has_prompt_logprobs: bo
     kinds: dict[Api, type[Reply]] = {
         Api.GENERATE: GenerateReply,
         Api.CHAT: ChatReply,
-        Api.COMPLETION: CompletionReply,
+        Api.COMPLETION: SglangCompletionReply,
     }
     return kinds[call.api](call, tickets, has_prompt_logprobs=has_prompt_logprobs)

@@ -109,6 +109,11 @@ def words(raw: bytes) -> str:
     return "".join([_WORDS[byte] for byte in raw])
 
 
+def echo_text(prompt: str | Sequence[int]) -> str:
+    """Text of a prompt as an answer repeats it; token ids become words."""
+    return prompt if isinstance(prompt, str) else "".join([_WORDS[token % len(_WORDS)] for token in prompt])
+
+
 def expected_text(prompt: str | Sequence[int], n_tokens: int, choice: int = 0) -> str:
     """Answer of ``n_tokens`` that an emulated engine gives to this rendered prompt (or token ids)."""
     digest = Prompt(prompt, BYTES_PER_TOKEN).digest

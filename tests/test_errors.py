@@ -17,6 +17,7 @@ KNOWN = {
     "ModelNotFound": (404, "model_not_found", "invalid_request_error", False, False),
     "MethodNotAllowed": (405, "method_not_allowed", "invalid_request_error", False, False),
     "PayloadTooLarge": (413, "payload_too_large", "invalid_request_error", False, False),
+    "UnsupportedEncoding": (415, "unsupported_encoding", "invalid_request_error", False, False),
     "WaitedTooLong": (408, "queue_timeout", "invalid_request_error", False, False),
     "Unauthorized": (401, "unauthorized", "invalid_request_error", False, False),
     "QueueFull": (429, "queue_full", "invalid_request_error", False, False),

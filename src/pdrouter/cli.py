@@ -51,7 +51,7 @@ _UNSERVED: Final = (
     (
         "put a proxy that does it in front",
         (
-            "cors-allowed-origins tls-cert-path tls-key-path control-plane-api-keys "
+            "tls-cert-path tls-key-path control-plane-api-keys "
             "control-plane-audit-enabled jwt-issuer jwt-audience jwt-jwks-uri jwt-role-mapping"
         ),
     ),

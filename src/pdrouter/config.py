@@ -18,6 +18,7 @@ from pdrouter.setting import (
     check_header,
     check_host,
     check_kv_address,
+    check_origin,
     check_path,
     check_url,
     check_weight,
@@ -208,6 +209,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_write_buffer_bytes: Annotated[int, setting("Clients",
         "Bytes of an answer written ahead for a slow client before its engine is slowed.",
         unit="bytes", low=1024, high=2**30)] = 65_536
+    cors_allowed_origins: Annotated[tuple[str, ...], setting("Clients",
+        "Origins whose pages may call the router from a browser: `https://HOST[:PORT]`, or `*` for any; none: no page "
+        "may (sglang-router: any).", check=check_origin)] = ()
     rate_limit_requests_per_min: Annotated[int, setting("Clients",
         "Requests per minute that a key may make, up to as many at once; more get 429; unset: any.",
         unit="requests/min", low=1, high=1_000_000_000)] | None = None

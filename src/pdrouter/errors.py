@@ -102,6 +102,13 @@ class PayloadTooLarge(ClientError):
     code = "payload_too_large"
 
 
+class UnsupportedEncoding(ClientError):
+    """The body is compressed (``content-encoding``)."""
+
+    status = 415
+    code = "unsupported_encoding"
+
+
 class WaitedTooLong(ClientError):
     """It waited in the router for as long as it may; no engine could take it."""
 

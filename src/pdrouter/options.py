@@ -23,6 +23,7 @@ from pdrouter.core.retry import RetryOptions
 from pdrouter.core.router import RouterOptions
 from pdrouter.core.shadow import ShadowOptions
 from pdrouter.plugins import load_policies
+from pdrouter.proxy.cors import Cors
 from pdrouter.proxy.credentials import identity
 from pdrouter.proxy.deadlines import TimeLimits
 from pdrouter.proxy.dispatch import DispatchOptions
@@ -198,6 +199,12 @@ def client_limits(settings: Settings) -> ClientLimits:
         write_timeout_s=settings.client_write_timeout_secs,
         write_buffer_bytes=settings.client_write_buffer_bytes,
     )
+
+
+def cors(settings: Settings) -> Cors | None:
+    """Return which origins may call from a browser, if any."""
+    origins = settings.cors_allowed_origins
+    return Cors(frozenset(origin.encode() for origin in origins)) if origins else None
 
 
 def intake_options(settings: Settings) -> IntakeOptions:

@@ -35,6 +35,7 @@ from pdrouter.errors import ConfigError
 from pdrouter.options import (
     LIVE,
     client_limits,
+    cors,
     dispatch_options,
     drain_options,
     health_options,
@@ -106,8 +107,6 @@ class Service:
             self.router,
             Intake(self.router, intake_options(settings)),
             self.dispatcher,
-            self.metrics,
-            self.ids,
             self.clients,
             self.rates,
             self.counter,
@@ -117,6 +116,7 @@ class Service:
                 Doors(self.changes, prober.ask, self.supervisor.start),
                 settings.api_key,
             ),
+            cors(settings),
         )
         self._add_counters()
 

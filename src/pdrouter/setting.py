@@ -272,6 +272,14 @@ def check_host(text: str) -> str:
     return text
 
 
+def check_origin(text: str) -> str:
+    """Return ``*`` or an origin, as browsers write it; ValueError says what is wrong with anything else."""
+    origin = text.lower()
+    if text != "*" and not re.fullmatch(r"https?://[0-9a-z.:_\[\]-]+", origin):
+        raise ValueError(f"{shown(text)} is not an origin; write https://HOST[:PORT], without a path, or *")
+    return origin
+
+
 def check_path(text: str) -> str:
     """Return the text if it is the path of a URL."""
     if not re.fullmatch(r"/[!-~]*", text):

@@ -1,9 +1,11 @@
 """The HTTP surface: paths, methods, limits, bad bodies, ids and headers."""
 
+import gzip
 from collections.abc import AsyncIterator
 
 import pytest
 
+from pdrouter import __version__
 from tests.lab import CHAT, COMPLETIONS, GENERATE, Lab, chat, connect, make_lab, route_to
 
 MAX_BYTES = 4096
@@ -26,6 +28,9 @@ async def test_pages(lab: Lab) -> None:
         ("/readiness", "application/json"),
         ("/health", "text/plain"),
         ("/liveness", "text/plain"),
+        ("/ping", "text/plain"),
+        ("/version", "application/json"),
+        ("/health_generate", "application/json"),
         ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
     ):
         page = await lab.get(path)
@@ -36,9 +41,34 @@ async def test_pages(lab: Lab) -> None:
 
 async def test_unknown_paths(lab: Lab) -> None:
     """A path that isn't there is 404 in OpenAI's shape, whatever the method."""
-    for path in ("/", "/v1", "/v1/chat", "/v1/chat/completions/", "/generate/x", "/nothing?x=1"):
+    for path in ("/", "//", "/v1", "/v1/chat/", "/v1/chat/completions//", "/generate/x", "/nothing?x=1"):
         for reply in (await lab.get(path), await lab.post(path, chat("x"))):
             assert (reply.status, reply.error["code"]) == (404, "not_found")
+
+
+async def test_a_slash_at_the_end(lab: Lab) -> None:
+    """Clients put it behind a path that has none: it is the same path."""
+    for path in ("/v1/models/", "/health/?x=1", "/workers/"):
+        assert (await lab.get(path)).status == 200, path
+    for path in (f"{CHAT}/", f"{CHAT}/?x=1"):
+        assert (await lab.post(path, chat("x"))).status == 200
+    assert {len(e.received) for e in lab.emulators} == {2}
+
+
+async def test_the_version(lab: Lab) -> None:
+    """The router's own, as vLLM tells its."""
+    assert (await lab.get("/version")).json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "br", "gzip, identity", "zstd"])
+async def test_compressed_bodies(lab: Lab, coding: str) -> None:
+    """Nothing can be read of them: 415, on inference paths and the workers API."""
+    for path in (CHAT, "/tokenize", "/workers"):
+        reply = await lab.post(path, gzip.compress(b"{}"), {"content-encoding": coding})
+        assert (reply.status, reply.headers["accept-encoding"]) == (415, "identity")
+        assert coding in reply.body.decode()
+    for plain in ("", "identity", "Identity"):
+        assert (await lab.post(CHAT, chat("x"), {"content-encoding": plain})).status == 200
 
 
 async def test_wrong_methods(lab: Lab) -> None:

@@ -225,6 +225,25 @@ async def test_what_an_engine_tells() -> None:
         assert (await call(lab, "GET", "/server_info")).status == 503
 
 
+async def test_engines_that_generate() -> None:
+    """One pair is asked, or a regular engine; one without the page is asked for its health; what fails is named."""
+    async with make_lab(2, 2, 1) as lab:
+        reply = await call(lab, "GET", "/health_generate")
+        assert (reply.status, reply.json()["status"]) == (200, "ok")
+        assert reply.json()["workers"] == [lab.prefills[0].url, lab.decodes[0].url]
+    async with (
+        ScriptedEngine(None, {"/health_generate": always(503, b"")}).listen() as engine,
+        route_to((), (), [engine]) as lab,
+    ):
+        reply = await call(lab, "GET", "/health_generate")
+        assert (reply.status, reply.json()["error"]) == (503, f"{engine.url[7:]}: it answered 503")
+        engine.scripts["/health_generate"] = always(404, b"")
+        reply = await call(lab, "GET", "/health_generate")
+        assert (reply.status, reply.json()["workers"]) == (200, [engine.url])
+    async with empty_lab() as lab:
+        assert (await call(lab, "GET", "/health_generate")).status == 503
+
+
 async def test_a_caller_that_leaves() -> None:
     """Before its answer has come, does no harm."""
     async with make_lab(0, 0, 1) as lab:

@@ -9,16 +9,17 @@ from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientGone, MethodNotAllowed, NotFound, RouterError
 from pdrouter.proxy import openapi, workers
 from pdrouter.proxy.client import Client
+from pdrouter.proxy.cors import Cors
 from pdrouter.proxy.dispatch import Dispatcher
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.fleet_api import FleetApi
-from pdrouter.proxy.ids import Ids
+from pdrouter.proxy.head import check_encoding
 from pdrouter.proxy.intake import Api, Intake
 from pdrouter.proxy.limits import Clients
 from pdrouter.proxy.rates import Rates
 from pdrouter.proxy.replies import JSON_HEADERS, error_body, error_headers
 from pdrouter.proxy.tokenizer import Counter
-from pdrouter.telemetry.metrics import CONTENT_TYPE, Metrics
+from pdrouter.telemetry.metrics import CONTENT_TYPE
 
 _STORY = b"/debug/story/"
 
@@ -34,22 +35,22 @@ class App:
         router: Router,
         intake: Intake,
         dispatcher: Dispatcher,
-        metrics: Metrics,
-        ids: Ids,
         clients: Clients,
         rates: Rates | None,
         counter: Counter | None,
         fleet_api: FleetApi,
+        cors: Cors | None,
     ) -> None:
         self.clients = clients
+        self._cors = cors
         self._fleet_api = fleet_api
         self._rates = rates
         self._counter = counter
         self._router = router
         self._intake = intake
         self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._ids = ids
+        metrics = self._metrics = dispatcher.metrics
+        self._ids = dispatcher.ids
         clock = self._clock = dispatcher.clock
         self._apis: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
         self._pages: Mapping[bytes, Page] = {
@@ -60,13 +61,19 @@ class App:
             b"/readiness": lambda: _json_page(*workers.readiness_page(router, is_draining=clients.is_draining)),
             b"/health": lambda: (200, b"text/plain", b"OK"),
             b"/liveness": lambda: (200, b"text/plain", b"OK"),
+            b"/ping": lambda: (200, b"text/plain", b"OK"),
+            b"/version": lambda: _json_page(200, workers.version_page()),
             b"/metrics": lambda: (200, CONTENT_TYPE, metrics.render()),
             b"/openapi.json": lambda: _json_page(200, openapi.page()),
         }
 
     def opened(self, client: Client) -> bool:
         """Take note of a request's head; return whether its body will be read."""
-        if client.path not in self._apis:
+        if self._cors is not None:
+            self._cors.allow(client)
+        if client.path not in self._apis and client.path.endswith(b"/") and len(client.path) > 1:
+            client.path = client.path[:-1]
+        if client.path not in self._apis or self._is_preflight(client):
             return self._fleet_api.reads(client)
         self._metrics.began()
         return client.method == b"POST"
@@ -74,7 +81,7 @@ class App:
     def __call__(self, client: Client) -> None:
         """Serve a request; the reply of an inference path comes later."""
         api = self._apis.get(client.path)
-        if api is not None:
+        if api is not None and not self._is_preflight(client):
             self._serve_api(api, client)
             return
         error = attempt(self._serve_page, client)
@@ -93,6 +100,7 @@ class App:
         if client.method != b"POST":
             raise _not_allowed(api, "POST")
         self._fleet_api.check_key(client)
+        check_encoding(client.header)
         facts, inbound = self._intake.read(api, client.headers, client.body(), request_id)
         if self._rates is not None:
             self._rates.take(client.header, facts)
@@ -117,7 +125,13 @@ class App:
                 client.reply(error.status, headers, error_body(error, api))
         self._metrics.ended(api, client.status or ClientGone.status, self._clock() - client.began_s)
 
+    def _is_preflight(self, client: Client) -> bool:
+        return self._cors is not None and self._cors.is_preflight(client)
+
     def _serve_page(self, client: Client) -> None:
+        if self._cors is not None and client.error is None and self._cors.is_preflight(client):
+            self._cors.reply(client)
+            return
         if self._fleet_api.serve(client):
             return
         if client.error is not None:

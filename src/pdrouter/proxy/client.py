@@ -45,7 +45,8 @@ class Client:
     """Whoever waits for the reply. After each ``write``, a writer waits while ``is_full`` (I9).
 
     ``path`` is without ``query``, header names are in lower case; ``headers`` are those that may go further,
-    ``header`` has all; ``error`` says why the request can't be served as it came.
+    ``header`` has all; ``error`` says why the request can't be served as it came. ``lines`` are header lines of any
+    reply to it.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Client:
         "is_started",
         "is_whole",
         "keeps_alive",
+        "lines",
         "listener",
         "method",
         "path",
@@ -91,6 +93,7 @@ class Client:
         self.method = method
         self.path = path
         self.query = b""
+        self.lines = b""
         self.headers = headers
         self.header = header
         self.began_s = began_s
@@ -127,7 +130,7 @@ class Client:
         self.is_started = True
         self.status = status
         names = dict(headers)
-        head = b"".join([_status_line(status), *[b"%b: %b\r\n" % pair for pair in headers], lines])
+        head = b"".join([_status_line(status), *[b"%b: %b\r\n" % pair for pair in headers], self.lines, lines])
         if b"content-length" not in names and status not in (204, 304):
             self._is_chunked = self._takes_chunks and self.method != b"HEAD"
             if self._is_chunked:

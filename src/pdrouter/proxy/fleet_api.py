@@ -4,7 +4,7 @@ It turns requests into calls and results into replies; who belongs to the fleet 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from hmac import compare_digest
 from typing import NamedTuple, Protocol
@@ -13,14 +13,15 @@ from urllib.parse import parse_qsl, quote, unquote
 import msgspec
 
 from pdrouter.core.events import EndpointRestarted
-from pdrouter.core.fleet import Endpoint
+from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.router import Router
 from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoReadyPair, RouterError, Unauthorized
 from pdrouter.proxy import workers
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, check_once, credential
 from pdrouter.proxy.edge import attempt
-from pdrouter.proxy.pages import Accepted, Flushed, NotFlushed, Refusal, Urls
+from pdrouter.proxy.head import check_encoding
+from pdrouter.proxy.pages import Accepted, Flushed, Generating, NotFlushed, Refusal, Urls
 from pdrouter.proxy.replies import JSON_HEADERS, error_headers
 
 _WORKERS = b"/workers"
@@ -40,6 +41,9 @@ WORKER_NOT_FOUND = "WORKER_NOT_FOUND"
 
 _ASK_TIMEOUT_S = 10.0
 """Time for an engine's answer; chosen."""
+
+_GENERATE_TIMEOUT_S = 30.0
+"""Time for a token. Source: SGLang waits for 20 s (``SGLANG_HEALTH_CHECK_TIMEOUT``) before it says no."""
 
 
 class Changes(Protocol):
@@ -109,6 +113,7 @@ class FleetApi:
             b"/server_info": (_GET, partial(self._pass_on, "/server_info")),
             b"/get_model_info": (_GET, partial(self._pass_on, "/get_model_info")),
             b"/model_info": (_GET, partial(self._pass_on, "/model_info")),
+            b"/health_generate": (_GET, self._generate),
         }
 
     def reads(self, client: Client) -> bool:
@@ -247,9 +252,45 @@ class FleetApi:
             status, body = error.status, _error(error)
         waiting.reply(status, body)
 
+    def _generate(self, client: Client) -> None:
+        """Let a pair generate a token, or a regular endpoint: the first that are ready."""
+        endpoints = self._ready_endpoints()
+        if not endpoints:
+            raise NoReadyPair(self._router.why_nobody(None))
+        self._doors.spawn("generate", partial(self._generate_on, endpoints, _Waiting(client)))
+
+    def _ready_endpoints(self) -> Sequence[Endpoint]:
+        fleet = self._router.fleet
+        ready = [endpoint for endpoint in fleet if fleet.is_ready(endpoint.address)]
+        decodes = [endpoint for endpoint in ready if endpoint.role is Role.DECODE]
+        for prefill in (endpoint for endpoint in ready if endpoint.role is Role.PREFILL):
+            decode = next((endpoint for endpoint in decodes if prefill.pairs_with(endpoint)), None)
+            if decode is not None:
+                return prefill, decode
+        return [endpoint for endpoint in ready if endpoint.role is Role.REGULAR][:1]
+
+    async def _generate_on(self, endpoints: Sequence[Endpoint], waiting: _Waiting) -> None:
+        problems = await asyncio.gather(*map(self._generate_one, endpoints))
+        failed = [f"{e.address}: {p}" for e, p in zip(endpoints, problems, strict=True) if p is not None]
+        if failed:
+            waiting.reply(503, _error(NoReadyPair("; ".join(failed))))
+        else:
+            waiting.reply(200, msgspec.json.encode(Generating("ok", [e.url for e in endpoints])))
+
+    async def _generate_one(self, endpoint: Endpoint) -> str | None:
+        """Return what was wrong; an engine without the page is asked for its health."""
+        try:
+            status, _ = await self._doors.ask("GET", endpoint, "/health_generate", _GENERATE_TIMEOUT_S)
+            if status == 404:
+                status, _ = await self._doors.ask("GET", endpoint, "/health", _ASK_TIMEOUT_S)
+        except RouterError as error:
+            return error.message
+        return None if status < 400 else f"it answered {status}"
+
 
 def _fields(client: Client) -> dict[str, Given]:
     """Return what a body says of an endpoint, by the names of the settings."""
+    check_encoding(client.header)
     try:
         given = msgspec.json.decode(client.body(), type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

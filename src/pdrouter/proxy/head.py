@@ -17,6 +17,7 @@ from pdrouter.errors import (
     NotImplementedHere,
     RouterError,
     TargetTooLong,
+    UnsupportedEncoding,
 )
 from pdrouter.proxy.limits import ClientLimits
 
@@ -62,6 +63,17 @@ def _check_coding(version: str, codings: list[bytes]) -> None:
         raise InvalidHttp("HTTP/1.0 has no Transfer-Encoding")
     if [coding.lower() for coding in codings] != [b"chunked"]:
         raise NotImplementedHere("of transfer codings only one, chunked, is known here")
+
+
+def check_encoding(header: Mapping[bytes, bytes]) -> None:
+    """Refuse a body that is compressed: nothing could be read of it.
+
+    Raises: UnsupportedEncoding.
+    """
+    coding = header.get(b"content-encoding", b"")
+    if coding and coding.lower() != b"identity":
+        text = coding.decode("latin-1")
+        raise UnsupportedEncoding(f"the body has content-encoding {text[:64]}; send it uncompressed")
 
 
 def check_size(target: bytes, headers: list[Header], limits: ClientLimits) -> None:

@@ -161,6 +161,8 @@ def _read_only() -> Part:
         "/readiness": {"get": _get("Whether every known model can be served.", _ref(pages.Ready), not_ready)},
         "/health": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
         "/liveness": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
+        "/ping": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
+        "/version": {"get": _get("The router's version.", _ref(pages.Version))},
         "/metrics": {"get": _get("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
         "/openapi.json": {"get": _get("This document.", {"type": "object"})},
     }
@@ -174,6 +176,7 @@ def _fleet() -> Part:
         "206": _reply("Some weren't.", _ref(pages.Flushed)),
     }
     engines = {status: _reply("The engine's own answer.", {}) for status in ("200", "4XX", "5XX")}
+    generates = {"200": _reply("A pair did, or a regular endpoint.", _ref(pages.Generating))}
     url = _parameter("url", "query")
     role = _parameter("worker_type", "query") | {"required": False}
     by_query = _operation("Add an endpoint.", accepted, (*_CHANGE, InvalidRequest))
@@ -198,6 +201,7 @@ def _fleet() -> Part:
         "/flush_cache": {"post": _operation("Flush the caches of all engines.", flushes, _CHANGE)},
         "/server_info": {"get": _operation("What an engine says.", engines, _ASK)},
         "/get_server_info": {"get": _operation("What an engine says.", engines, _ASK)},
+        "/health_generate": {"get": _operation("Whether engines generate a token.", generates, _ASK)},
         "/model_info": {"get": _operation("What an engine says of its model.", engines, _ASK)},
         "/get_model_info": {"get": _operation("What an engine says of its model.", engines, _ASK)},
     }

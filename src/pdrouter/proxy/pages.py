@@ -57,6 +57,12 @@ class Refusal(Struct, frozen=True):
     code: str
 
 
+class Version(Struct, frozen=True):
+    """The router's version, in the shape of vLLM's page."""
+
+    version: str
+
+
 class Model(Struct, frozen=True):
     """A model that some endpoint serves."""
 
@@ -88,6 +94,13 @@ class Worker(Struct, frozen=True):
     bootstrap_port: int | None
     metadata: dict[str, str]
     job_status: None
+
+
+class Generating(Struct, frozen=True):
+    """The endpoints that were asked to generate a token, and did."""
+
+    status: Literal["ok"]
+    workers: list[str]
 
 
 class Stats(Struct, frozen=True):

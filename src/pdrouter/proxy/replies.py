@@ -7,7 +7,7 @@ import msgspec
 
 from pdrouter.core.decision import Decision
 from pdrouter.engines.usage import last_number
-from pdrouter.errors import MethodNotAllowed, QueueFull, RateLimited, RouterError, Unauthorized
+from pdrouter.errors import MethodNotAllowed, QueueFull, RateLimited, RouterError, Unauthorized, UnsupportedEncoding
 from pdrouter.proxy.bodies import Api
 from pdrouter.proxy.head import end_to_end
 from pdrouter.proxy.pages import AnthropicError, AnthropicFailure, ErrorReply, Failure, ResponsesError
@@ -57,6 +57,8 @@ def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
     if isinstance(error, MethodNotAllowed) and error.param:
         headers.append((b"allow", error.param.encode()))
+    if isinstance(error, UnsupportedEncoding):
+        headers.append((b"accept-encoding", b"identity"))  # RFC 9110, 15.5.16
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))  # RFC 9110, 15.5.2
     return headers

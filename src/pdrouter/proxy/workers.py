@@ -5,6 +5,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from pdrouter import __version__
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import EndpointLoad, RankLoad
@@ -22,6 +23,7 @@ from pdrouter.proxy.pages import (
     RankPage,
     Ready,
     Stats,
+    Version,
     Worker,
     WorkerLoad,
     Workers,
@@ -65,6 +67,11 @@ def story_page(router: Router, quoted_id: bytes, now_s: float) -> bytes:
         kept = f"it keeps the last {limit} decisions" if limit else "it is off (journal_decisions)"
         raise UnknownRequest(f"the journal doesn't know the request {request_id[:256]!r}; {kept}")
     return msgspec.json.encode(Stories(request_id, lives))
+
+
+def version_page() -> bytes:
+    """Return ``GET /version``: the router's own."""
+    return msgspec.json.encode(Version(__version__))
 
 
 def models_page(router: Router) -> bytes:

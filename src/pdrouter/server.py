@@ -76,7 +76,7 @@ class Service:
         self.settings = settings
         self.router = Router(router_options(settings))
         self.engines = make_engines(settings)
-        self.metrics = Metrics(self.router)
+        self.metrics = Metrics(self.router, time.monotonic)
         self.ids = Ids(random.Random())  # noqa: S311
         self.pools = Pools(pool_limits(settings))
         self.probe_pools = Pools(pool_limits(settings))

@@ -79,7 +79,7 @@ async def test_counters_that_fall_tell_of_a_restart() -> None:
             await until(lambda: restarts(lab) == 1)
             assert lab.core.prefixes.entries == 0
             await until(lambda: [e.version for e in lab.core.fleet] == ["0.5.99"])
-            await until(lambda: lab.core.load.endpoints[worker.url[7:]].is_reported)
+            await until(lambda: all(rank.report for rank in lab.core.load.endpoints[worker.url[7:]].ranks))
             assert (restarts(lab), lab.core.fleet.is_ready(worker.url[7:])) == (1, True)
 
 

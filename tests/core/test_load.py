@@ -402,17 +402,12 @@ class TestChange:
         view.validate()
 
     def test_sums_over_an_endpoint(self) -> None:
-        """Requests and tokens of all ranks and of unassigned work; reported only when every rank is."""
+        """Requests and tokens of all ranks and of unassigned work."""
         view = make_view(2)
         load = view.endpoints["e0"]
         account(view, rank=1).reserve(LegKind.DECODE, 10, 10, 1.0)
         load.unassigned.reserve(LegKind.DECODE, 5, 5, 1.0)
         assert (load.ledger_requests, load.comparable_requests, load.comparable_tokens) == (2, 2, 15)
-        assert not load.is_reported
-        view.accept("e0", [RankReport(1, tokens=10)], 2.0, 2.0)
-        assert not load.is_reported
-        view.accept("e0", [RankReport(0, tokens=5)], 3.0, 3.0)
-        assert load.is_reported
 
     def test_wrong_books_are_found(self) -> None:
         """``validate`` looks at every rank and at unassigned work."""

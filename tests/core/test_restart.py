@@ -24,7 +24,7 @@ def test_a_restart(policy: str) -> None:
     router.observe(events.EndpointRestarted("a"), 2.0)
     assert {rank.endpoint for rank in router.prefixes.find(BLOCKS).longest(9)} == {"b"}
     assert [rank.report for rank in router.load.endpoints["a"].ranks] == [None, None]
-    assert router.load.endpoints["b"].is_reported
+    assert [rank.report is not None for rank in router.load.endpoints["b"].ranks] == [True]
     assert [rank.account.tokens for rank in router.load.endpoints["a"].ranks] == held
     assert [rank.effective_tokens for rank in router.load.endpoints["a"].ranks] == held
     assert router.fleet.is_ready("a")

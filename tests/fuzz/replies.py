@@ -191,7 +191,7 @@ def hold_fleet(kind: Kind, policy: str, described: Sequence[Described], load: Lo
         assert 0 <= rank.comparable_tokens < math.inf
         assert 0 <= rank.comparable_requests < math.inf
     router.validate()
-    generate_latest(Metrics(router).registry)
+    generate_latest(Metrics(router, lambda: 0.0).registry)
 
 
 def decide(router: Router) -> None:

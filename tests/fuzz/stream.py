@@ -248,7 +248,9 @@ async def serve(case: Case, prefill: Sequence[bytes], answer: Sequence[bytes], f
     aborter: Any = Aborter()
     options = msgspec.structs.replace(dispatch_options(Settings()), max_attempts=1, max_reply_bytes=MOST_BYTES)
     log, ids = DecisionLog("error"), Ids(random.Random(1))
-    dispatcher = Dispatcher(router, ENGINES, pools, aborter, Metrics(router), log, ids, time.monotonic, options)
+    dispatcher = Dispatcher(
+        router, ENGINES, pools, aborter, Metrics(router, lambda: 0.0), log, ids, time.monotonic, options
+    )
     wire = Wire(full)
     client = Client(wire, b"POST", case.way.api.encode(), [], {}, 0.0, takes_chunks=True, keeps_alive=True)
     body = case.way.body + (b',"stream":true}' if case.is_stream else b"}")

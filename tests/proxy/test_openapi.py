@@ -90,4 +90,4 @@ async def test_pages_have_the_fields_that_are_told(told: Any) -> None:
         replied = told["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
         assert set(page) == set(schemas[replied.split("/")[-1]]["properties"]), path
     assert set(pages["/workers"]["workers"][0]) == set(schemas["Worker"]["properties"])
-    assert set(pages["/debug/fleet"]["endpoints"][0]["ranks"][0]) == set(schemas["RankPage"]["properties"])
+    assert set(pages["/debug/fleet"]["endpoints"][0]["ranks"][0]) == set(schemas["RankSnapshot"]["properties"])

@@ -42,7 +42,7 @@ def on(address: str, rank: int, source: str) -> dict[str, str]:
 
 def test_every_rank_is_shown() -> None:
     """Ledger and effective load from the start; a report only where there is one."""
-    metrics = Metrics(make_pair())
+    metrics = Metrics(make_pair(), lambda: 3.0)
     for name in ("pdrouter_rank_tokens", "pdrouter_rank_requests"):
         for address in (P, D):
             for rank in (0, 1):
@@ -55,7 +55,7 @@ def test_every_rank_is_shown() -> None:
 def test_ledger_report_and_both_joined() -> None:
     """The report, what was placed since it, and their sum."""
     router = make_pair()
-    metrics = Metrics(router)
+    metrics = Metrics(router, lambda: 3.0)
     ranks = [RankReport(0, tokens=50, requests=2), RankReport(1, tokens=70)]
     router.observe(events.LoadReported(P, ranks, 1.0), 1.0)
     decision = decide(router, facts(100, prefill_rank=0, decode_rank=1), 2.0)
@@ -80,14 +80,14 @@ def test_a_report_without_tokens() -> None:
     router = make_pair()
     ranks = [RankReport(rank, requests=5) for rank in (0, 1)]
     router.observe(events.LoadReported(P, ranks, 1.0), 1.0)
-    assert value(Metrics(router), "pdrouter_rank_requests", **on(P, 0, "reported")) == 5
-    assert value(Metrics(router), "pdrouter_rank_tokens", **on(P, 0, "reported")) is None
+    assert value(Metrics(router, lambda: 3.0), "pdrouter_rank_requests", **on(P, 0, "reported")) == 5
+    assert value(Metrics(router, lambda: 3.0), "pdrouter_rank_tokens", **on(P, 0, "reported")) is None
 
 
 def test_readiness_and_departure() -> None:
     """Ready or not is told; what has left isn't shown any more."""
     router = make_pair()
-    metrics = Metrics(router)
+    metrics = Metrics(router, lambda: 3.0)
     router.observe(events.ReadinessChanged(P, "not reached"), 1.0)
     assert value(metrics, "pdrouter_endpoint_ready", endpoint=P, role="prefill") == 0
     assert value(metrics, "pdrouter_endpoint_ready", endpoint=D, role="decode") == 1
@@ -98,7 +98,7 @@ def test_readiness_and_departure() -> None:
 def test_ranks_that_are_out() -> None:
     """By themselves or with their endpoint; what breakers do is counted."""
     router = make_pair()
-    metrics = Metrics(router)
+    metrics = Metrics(router, lambda: 3.0)
     for number in range(2 * Settings().cb_failure_threshold):
         decision = decide(router, facts(decode_rank=number % 2), 1.0)
         error = UpstreamClosed("closed") if number % 2 else None
@@ -117,7 +117,7 @@ def test_ranks_that_are_out() -> None:
 def test_what_was_no_report_is_counted() -> None:
     """By reason: refused by the core, or never got."""
     router = make_pair()
-    metrics = Metrics(router)
+    metrics = Metrics(router, lambda: 3.0)
     router.observe(events.LoadReported(P, [RankReport(0, tokens=-1), RankReport(1, tokens=5)], 1.0), 1.0)
     router.observe(events.LoadMissing(D, "status 500"), 1.0)
     assert value(metrics, "pdrouter_reports_rejected_total", reason="not_a_load") == 1
@@ -126,7 +126,7 @@ def test_what_was_no_report_is_counted() -> None:
 
 def test_requests_are_counted_in_and_out() -> None:
     """By path and status, with their times."""
-    metrics = Metrics(make_pair())
+    metrics = Metrics(make_pair(), lambda: 3.0)
     for _ in range(3):
         metrics.began()
     assert value(metrics, "pdrouter_requests_in_flight") == 3
@@ -143,7 +143,7 @@ def test_requests_are_counted_in_and_out() -> None:
 
 def test_failures_are_counted_by_code() -> None:
     """The stable code of the reply."""
-    metrics = Metrics(make_pair())
+    metrics = Metrics(make_pair(), lambda: 3.0)
     metrics.failed("no_ready_pair")
     metrics.failed("no_ready_pair")
     assert value(metrics, "pdrouter_failures_total", code="no_ready_pair") == 2
@@ -152,7 +152,7 @@ def test_failures_are_counted_by_code() -> None:
 @pytest.mark.invariant("I9")
 def test_statuses_can_not_grow_without_bound() -> None:
     """An engine that answers with ever new ones gets one line for the rest; none is lost, known ones stay apart."""
-    metrics = Metrics(make_pair())
+    metrics = Metrics(make_pair(), lambda: 3.0)
     for status in range(100, 1100):
         metrics.began()
         metrics.ended("/generate", status, 0.1)
@@ -168,7 +168,7 @@ def test_statuses_can_not_grow_without_bound() -> None:
 def test_counters_of_others() -> None:
     """Are read when they are asked for."""
     counts = {"opened": 1}
-    metrics = Metrics(make_pair())
+    metrics = Metrics(make_pair(), lambda: 3.0)
     metrics.add_counters("pdrouter_upstream_connections", "Connections to engines.", lambda: counts)
     counts.update(opened=2, closed=1)
     assert value(metrics, "pdrouter_upstream_connections_total", event="opened") == 2
@@ -177,7 +177,7 @@ def test_counters_of_others() -> None:
 
 def test_two_routers_in_one_process() -> None:
     """Each has its own numbers."""
-    first, second = Metrics(make_pair()), Metrics(make_pair())
+    first, second = Metrics(make_pair(), lambda: 3.0), Metrics(make_pair(), lambda: 3.0)
     first.began()
     assert value(first, "pdrouter_requests_in_flight") == 1
     assert value(second, "pdrouter_requests_in_flight") == 0
@@ -187,7 +187,7 @@ def test_the_text_is_prometheus_text() -> None:
     """Each name has help and type; labels are escaped; the content type says which version."""
     router = make_pair()
     router.observe(events.LoadMissing(D, 'status "x"\n\\'), 1.0)
-    metrics = Metrics(router)
+    metrics = Metrics(router, lambda: 3.0)
     text = metrics.render().decode()
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
     assert names == {line.split()[2] for line in text.splitlines() if line.startswith("# HELP ")}
@@ -199,10 +199,10 @@ def test_the_text_is_prometheus_text() -> None:
 def test_a_shadow_is_counted() -> None:
     """By how its choice compares, from zero; without one there is no such metric."""
     name = "pdrouter_shadow_decisions_total"
-    assert value(Metrics(make_pair()), name, result="same") is None
+    assert value(Metrics(make_pair(), lambda: 3.0), name, result="same") is None
     options = make_options(shadow=ShadowOptions(policy="least_work", rank_policy="least_work", chance=Random(1)))
     router = make_router([prefill(P), decode(D)], options)
-    metrics = Metrics(router)
+    metrics = Metrics(router, lambda: 3.0)
     decide(router, facts(100), 1.0)
     counts = {result.value: value(metrics, name, result=result.value) for result in Result}
     assert counts == {"same": 1, "other_endpoint": 0, "other_rank": 0, "none": 0}
@@ -213,4 +213,4 @@ def test_what_the_journal_lets_go() -> None:
     router = make_router([prefill(P), decode(D)], make_options(journal_decisions=2))
     for _ in range(5):
         decide(router, facts(100), 1.0)
-    assert value(Metrics(router), "pdrouter_journal_dropped_total") == 3
+    assert value(Metrics(router, lambda: 3.0), "pdrouter_journal_dropped_total") == 3

@@ -207,11 +207,6 @@ class EndpointLoad:
         """Requests that we hold on the endpoint."""
         return self.unassigned.requests + sum(rank.account.requests for rank in self.ranks)
 
-    @property
-    def is_reported(self) -> bool:
-        """Whether every rank has a fresh report."""
-        return all(rank.report is not None for rank in self.ranks)
-
 
 class LoadView:
     """All load, by endpoint, kept over changes of readiness and description; ``usable``: without ranks that are out."""
@@ -291,6 +286,10 @@ class LoadView:
             rank.accept(report, t_s, tokens_fix, requests_fix)
         return len(good)
 
+    def is_fresh(self, rank: RankLoad, now_s: float) -> bool:
+        """Whether a rank's report has weight at ``now_s``; ``expire`` drops those that have none."""
+        return rank.report is not None and rank.reported_at_s >= now_s - self._report_max_age_s
+
     def expire(self, now_s: float) -> Sequence[RankLoad]:
         """Drop the reports that became too old and return their ranks; O(log ranks) for each, nothing while none is."""
         fresh, oldest_s = self._fresh, now_s - self._report_max_age_s
@@ -299,7 +298,7 @@ class LoadView:
         dropped = []
         while fresh and fresh[0][0] < oldest_s:
             _, serial, rank = heapq.heappop(fresh)
-            if rank.report is not None and rank.reported_at_s >= oldest_s:
+            if self.is_fresh(rank, now_s):
                 heapq.heappush(fresh, (rank.reported_at_s, serial, rank))
             else:
                 rank.drop()

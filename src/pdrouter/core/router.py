@@ -34,6 +34,7 @@ from pdrouter.core.profiles import ProfileRule, Profiles
 from pdrouter.core.reasons import why_nobody
 from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.shadow import Shadow, Shadowed, ShadowOptions
+from pdrouter.core.snapshot import Snapshot, take_snapshot
 from pdrouter.core.tokens import TokenEstimator
 from pdrouter.core.work import WorkIndex
 from pdrouter.errors import ModelNotFound, NoReadyPair, RouterError
@@ -467,6 +468,10 @@ class Router:
 
     def _learning_key(self, model: str | None) -> str | None:
         return model if model in self.fleet.models else None
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """Return readiness and load of the whole fleet at ``now_s``; it changes nothing."""
+        return take_snapshot(self.fleet, self.load, len(self.live), now_s)
 
     def why_nobody(self, model: str | None) -> str:
         """Return why no request for ``model`` can be placed."""

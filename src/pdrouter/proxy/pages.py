@@ -3,11 +3,13 @@
 It knows no router; ``workers.py`` and ``fleet_api.py`` fill these, ``replies.py`` tells of failures by them.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 from pdrouter.config import EndpointSettings
+from pdrouter.core.snapshot import Amount, RankSnapshot
 
 
 class Failure(Struct, frozen=True):
@@ -189,27 +191,6 @@ class NotReady(Struct, frozen=True):
     reason: str
 
 
-class Amount(Struct, frozen=True):
-    """A load; ``None`` where an engine doesn't say."""
-
-    tokens: float | None
-    requests: float | None
-
-
-class RankPage(Struct, frozen=True):
-    """A rank: what its engine reported, what the ledger holds, and what they say together.
-
-    ``out`` says why it takes nothing though its endpoint may.
-    """
-
-    rank: int
-    out: str | None
-    reported: Amount | None
-    report_age_s: float | None
-    ledger: Amount
-    effective: Amount
-
-
 class EndpointPage(Struct, frozen=True):
     """An endpoint with its ranks; ``out`` says why it takes nothing, ``unassigned`` is the load of no known rank."""
 
@@ -222,7 +203,7 @@ class EndpointPage(Struct, frozen=True):
     is_ready: bool
     out: str | None
     unassigned: Amount
-    ranks: list[RankPage]
+    ranks: Sequence[RankSnapshot]
 
 
 class Fleet(Struct, frozen=True):

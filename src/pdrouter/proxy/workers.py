@@ -8,19 +8,17 @@ import msgspec
 from pdrouter import __version__
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.ledger import RankKey
-from pdrouter.core.load import EndpointLoad, RankLoad
 from pdrouter.core.router import Router
+from pdrouter.core.snapshot import EndpointSnapshot
 from pdrouter.core.story import Stories
 from pdrouter.errors import UnknownRequest
 from pdrouter.proxy.pages import (
-    Amount,
     EndpointPage,
     Fleet,
     Loads,
     Model,
     Models,
     NotReady,
-    RankPage,
     Ready,
     Stats,
     Version,
@@ -40,19 +38,17 @@ def workers_page(router: Router) -> bytes:
 
 def loads_page(router: Router, now_s: float) -> bytes:
     """Return ``GET /get_loads``: tokens by endpoint, -1 where nothing is known."""
-    router.load.expire(now_s)
     loads = [
-        WorkerLoad(load.endpoint.url, round(load.comparable_tokens) if _is_known(load) else -1)
-        for load in router.load.endpoints.values()
+        WorkerLoad(one.endpoint.url, -1 if one.known_tokens is None else round(one.known_tokens))
+        for one in router.snapshot(now_s).endpoints
     ]
     return msgspec.json.encode(Loads(loads))
 
 
 def fleet_page(router: Router, now_s: float) -> bytes:
     """Return ``GET /debug/fleet``: every rank with reported, ledger and effective load, and the report's age."""
-    router.load.expire(now_s)
-    endpoints = [_endpoint(router, load, now_s) for load in router.load.endpoints.values()]
-    return msgspec.json.encode(Fleet(len(router.live), endpoints))
+    snapshot = router.snapshot(now_s)
+    return msgspec.json.encode(Fleet(snapshot.live_decisions, [_endpoint(one) for one in snapshot.endpoints]))
 
 
 def story_page(router: Router, quoted_id: bytes, now_s: float) -> bytes:
@@ -94,10 +90,6 @@ def readiness_page(router: Router, *, is_draining: bool) -> tuple[int, bytes]:
     return 503, msgspec.json.encode(NotReady("not ready", reason))
 
 
-def _is_known(load: EndpointLoad) -> bool:
-    return load.is_reported or load.ledger_requests > 0
-
-
 def worker_of(router: Router, endpoint: Endpoint) -> Worker:
     """Return one entry of ``GET /workers``."""
     return Worker(
@@ -123,8 +115,8 @@ def worker_of(router: Router, endpoint: Endpoint) -> Worker:
     )
 
 
-def _endpoint(router: Router, load: EndpointLoad, now_s: float) -> EndpointPage:
-    endpoint = load.endpoint
+def _endpoint(snapshot: EndpointSnapshot) -> EndpointPage:
+    endpoint = snapshot.endpoint
     return EndpointPage(
         address=endpoint.address,
         role=endpoint.role.value,
@@ -132,25 +124,13 @@ def _endpoint(router: Router, load: EndpointLoad, now_s: float) -> EndpointPage:
         version=endpoint.version,
         group=endpoint.group,
         model=endpoint.model,
-        is_ready=router.fleet.is_ready(endpoint.address),
-        out=router.fleet.why_out(endpoint.address),
-        unassigned=Amount(load.unassigned.tokens, load.unassigned.requests),
-        ranks=[_rank(router, rank, now_s) for rank in load.ranks],
+        is_ready=snapshot.is_ready,
+        out=snapshot.out,
+        unassigned=snapshot.unassigned,
+        ranks=snapshot.ranks,
     )
 
 
 def _ranks_out(router: Router, address: str) -> str:
     fleet = router.fleet
     return "; ".join(f"rank {n} {fleet.why_out(RankKey(address, n))}" for n in fleet.ranks_out.get(address, ()))
-
-
-def _rank(router: Router, rank: RankLoad, now_s: float) -> RankPage:
-    report = rank.report
-    return RankPage(
-        rank=rank.key.rank,
-        out=router.fleet.why_out(rank.key),
-        reported=None if report is None else Amount(report.tokens, report.requests),
-        report_age_s=rank.age_s(now_s),
-        ledger=Amount(rank.account.tokens, rank.account.requests),
-        effective=Amount(rank.effective_tokens, rank.effective_requests),
-    )

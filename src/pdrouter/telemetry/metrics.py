@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,6 +12,7 @@ from prometheus_client.utils import floatToGoString
 
 from pdrouter.core.lifecycle import State
 from pdrouter.core.router import Router
+from pdrouter.core.snapshot import EndpointSnapshot
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,7 +50,7 @@ class Metrics:
     It has a registry of its own, so that several routers can live in one process.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, clock: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self.in_flight = 0
         self._requests: dict[tuple[str, int], int] = {}
@@ -64,7 +65,7 @@ class Metrics:
         self.first_token = self._first_token_s.add
         self.decoded = self._decode_s.add
         phases = (self._first_token_s, self._decode_s, self._duration_s)
-        for collector in (*phases, _DataPlaneCollector(self), _RouterCollector(router)):
+        for collector in (*phases, _DataPlaneCollector(self), _RouterCollector(router, clock)):
             self.registry.register(collector)
 
     def add_counters(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
@@ -131,55 +132,24 @@ class _ReadCollector(Collector):
 class _RouterCollector(Collector):
     """Reads the core when it is scraped."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, clock: Callable[[], float]) -> None:
         self._router = router
+        self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._rank_gauges()
-        yield from self._endpoint_gauges()
+        endpoints = self._router.snapshot(self._clock()).endpoints
+        yield from _rank_gauges(endpoints)
+        yield _endpoint_gauge(endpoints)
+        yield self._breakers()
         yield from self._totals()
 
-    def _rank_gauges(self) -> Iterator[Metric]:
-        labels = ["endpoint", "role", "rank"]
-        tokens = GaugeMetricFamily("pdrouter_rank_tokens", "Tokens on a rank, by source.", labels=[*labels, "source"])
-        requests = GaugeMetricFamily(
-            "pdrouter_rank_requests", "Requests on a rank, by source.", labels=[*labels, "source"]
-        )
-        ready = GaugeMetricFamily("pdrouter_rank_ready", "Whether a rank takes requests.", labels=labels)
-        fleet = self._router.fleet
-        for load in self._router.load.endpoints.values():
-            is_ready = fleet.is_ready(load.key)
-            for rank in load.ranks:
-                where = [load.key, load.endpoint.role.value, str(rank.key.rank)]
-                ready.add_metric(where, float(is_ready and fleet.why_out(rank.key) is None))
-                tokens.add_metric([*where, "ledger"], rank.account.tokens)
-                tokens.add_metric([*where, "effective"], rank.effective_tokens)
-                requests.add_metric([*where, "ledger"], rank.account.requests)
-                requests.add_metric([*where, "effective"], rank.effective_requests)
-                if rank.report is not None:
-                    if rank.report.tokens is not None:
-                        tokens.add_metric([*where, "reported"], rank.report.tokens)
-                    if rank.report.requests is not None:
-                        requests.add_metric([*where, "reported"], rank.report.requests)
-        yield ready
-        yield tokens
-        yield requests
-
-    def _endpoint_gauges(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily(
-            "pdrouter_endpoint_ready", "Whether an endpoint takes requests.", labels=["endpoint", "role"]
-        )
-        for endpoint in self._router.fleet:
-            ready.add_metric(
-                [endpoint.address, endpoint.role.value], float(self._router.fleet.is_ready(endpoint.address))
-            )
-        yield ready
+    def _breakers(self) -> Metric:
         breakers = CounterMetricFamily(
             "pdrouter_breakers", "Phases that breakers of endpoints and ranks began, and probes.", labels=["event"]
         )
         for event in ("opened", "half_opened", "closed", "probes"):
             breakers.add_metric([event], self._router.outcomes.breakers.counts[event])
-        yield breakers
+        return breakers
 
     def _totals(self) -> Iterator[Metric]:
         router = self._router
@@ -235,3 +205,32 @@ class _RouterCollector(Collector):
         for reason, count in router.missing_reports.items():
             missing.add_metric([reason], count)
         yield missing
+
+
+def _rank_gauges(endpoints: Sequence[EndpointSnapshot]) -> Iterator[Metric]:
+    labels = ["endpoint", "role", "rank"]
+    tokens = GaugeMetricFamily("pdrouter_rank_tokens", "Tokens on a rank, by source.", labels=[*labels, "source"])
+    requests = GaugeMetricFamily("pdrouter_rank_requests", "Requests on a rank, by source.", labels=[*labels, "source"])
+    ready = GaugeMetricFamily("pdrouter_rank_ready", "Whether a rank takes requests.", labels=labels)
+    for one in endpoints:
+        for rank in one.ranks:
+            where = [one.endpoint.address, one.endpoint.role.value, str(rank.rank)]
+            ready.add_metric(where, float(one.is_ready and rank.out is None))
+            sources = {"ledger": rank.ledger, "effective": rank.effective, "reported": rank.reported}
+            for source, amount in sources.items():
+                if amount is not None and amount.tokens is not None:
+                    tokens.add_metric([*where, source], amount.tokens)
+                if amount is not None and amount.requests is not None:
+                    requests.add_metric([*where, source], amount.requests)
+    yield ready
+    yield tokens
+    yield requests
+
+
+def _endpoint_gauge(endpoints: Sequence[EndpointSnapshot]) -> Metric:
+    ready = GaugeMetricFamily(
+        "pdrouter_endpoint_ready", "Whether an endpoint takes requests.", labels=["endpoint", "role"]
+    )
+    for one in endpoints:
+        ready.add_metric([one.endpoint.address, one.endpoint.role.value], float(one.is_ready))
+    return ready

@@ -5,15 +5,20 @@ Source: SGLang's ``meta_info`` of ``/generate`` with ``return_logprob``, and the
 ``echo`` and ``logprobs`` (``entrypoints/openai/serving_completions.py``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-import msgspec
+from msgspec import Raw
 
-from pdrouter.errors import UpstreamProtocol
-
-Raw = msgspec.Raw
-_Object = dict[str, Raw]
-_MAX_INDEX_DIGITS = 9
+from pdrouter.engines.raw_json import (
+    Fields,
+    read_count,
+    read_items,
+    read_object,
+    read_objects,
+    write_list,
+    write_object,
+)
+from pdrouter.engines.sse import END, EventSplitter, split_data
 
 MERGED_FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 CHOICE_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -37,18 +42,18 @@ def prompt_logprobs(reply: bytes, *, is_stream: bool) -> Mapping[int, _Lists]:
     return found
 
 
-def _prompt_lists(sample: _Object, position: int | None) -> Iterator[tuple[int, _Lists]]:
+def _prompt_lists(sample: Fields, position: int | None) -> Iterator[tuple[int, _Lists]]:
     """Yield what a prefill tells, by sample; ``position`` is the sample's place in a list."""
     if "choices" not in sample:
-        meta = _object(sample.get("meta_info"))
+        meta = read_object(sample.get("meta_info", b""))
         index = _index(sample) if position is None else position
         yield index, {field: bytes(meta[field]) for field in MERGED_FIELDS if field in meta}
         return
     for choice in _choices(sample):
-        logprobs = _object(choice.get("logprobs"))
-        lists = {field: _items(logprobs[field]) for field in CHOICE_FIELDS if field in logprobs}
+        logprobs = read_object(choice.get("logprobs", b""))
+        lists = {field: read_items(logprobs[field]) for field in CHOICE_FIELDS if field in logprobs}
         prompt_tokens = max(0, len(lists.get("tokens", ())) - 1)
-        yield _index(choice), {field: _array(items[:prompt_tokens]) for field, items in lists.items()}
+        yield _index(choice), {field: bytes(write_list(items[:prompt_tokens])) for field, items in lists.items()}
 
 
 def merge_reply(reply: bytes, prompt: Mapping[int, _Lists]) -> bytes:
@@ -57,8 +62,8 @@ def merge_reply(reply: bytes, prompt: Mapping[int, _Lists]) -> bytes:
     merged = [_merge_sample(sample, prompt, i) for i, sample in enumerate(samples)]
     if not any(merged):
         return reply
-    whole = [after or _write(before) for before, after in zip(samples, merged, strict=True)]
-    return whole[0] if reply.lstrip().startswith(b"{") else b"[" + b",".join(whole) + b"]"
+    whole = [after or write_object(before) for before, after in zip(samples, merged, strict=True)]
+    return bytes(whole[0] if reply.lstrip().startswith(b"{") else write_list(whole))
 
 
 class StreamMerger:
@@ -66,121 +71,78 @@ class StreamMerger:
 
     def __init__(self, prompt: Mapping[int, _Lists], max_event_bytes: int) -> None:
         self._prompt = dict(prompt)
-        self._max_event_bytes = max_event_bytes
-        self._rest = b""
+        self._splitter = EventSplitter(max_event_bytes)
 
     def feed(self, piece: bytes) -> bytes:
         """Return the events that ``piece`` completes.
 
         Raises: UpstreamProtocol for an event that is too long.
         """
-        *events, self._rest = (self._rest + piece).split(b"\n\n")
-        if len(self._rest) > self._max_event_bytes:  # I9
-            raise UpstreamProtocol(f"a stream event exceeds {self._max_event_bytes} bytes")
-        return b"".join(self._merge_event(event) + b"\n\n" for event in events)
+        return b"".join([self._merge_event(event) + END for event in self._splitter.feed(piece)])
 
     def finish(self) -> bytes:
         """Return what is left at the end of the stream."""
-        rest, self._rest = self._rest, b""
-        return rest
+        return self._splitter.finish()
 
     def _merge_event(self, event: bytes) -> bytes:
-        sample = _event_object(event) if self._prompt else None
-        merged = None if sample is None else _merge_sample(sample, self._prompt, _index(sample))
-        if sample is None or merged is None:
+        if not self._prompt:
+            return event
+        start, data = split_data(event)
+        sample = read_object(data)
+        merged = _merge_sample(sample, self._prompt, _index(sample))
+        if merged is None:
             return event
         for choice in _choices(sample):  # a completion's event tells what is new; the prompt is told once
-            if _object(choice.get("logprobs")):
+            if read_object(choice.get("logprobs", b"")):
                 self._prompt.pop(_index(choice), None)
-        return b"data: " + merged
+        return start + b"data: " + merged
 
 
-def _samples(reply: bytes) -> list[_Object]:
-    try:
-        decoded = msgspec.json.decode(reply, type=_Object | list[_Object])
-    except (msgspec.MsgspecError, RecursionError):
-        return []
-    return decoded if isinstance(decoded, list) else [decoded]
+def _samples(reply: bytes) -> list[Fields]:
+    return [read_object(reply)] if reply.lstrip().startswith(b"{") else read_objects(reply)
 
 
-def _stream_objects(stream: bytes) -> Iterator[_Object]:
-    for event in stream.split(b"\n\n"):
-        sample = _event_object(event)
-        if sample is not None:
-            yield sample
+def _stream_objects(stream: bytes) -> Iterator[Fields]:
+    for event in stream.split(END):
+        _, data = split_data(event)
+        if data:
+            yield read_object(data)
 
 
-def _event_object(event: bytes) -> _Object | None:
-    if not event.startswith(b"data:"):
-        return None
-    try:
-        return msgspec.json.decode(event[5:], type=_Object)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
+def _choices(sample: Fields) -> list[Fields]:
+    return read_objects(sample.get("choices", b""))
 
 
-def _object(raw: Raw | None) -> _Object:
-    """Return an object's fields; anything else has none."""
-    try:
-        return msgspec.json.decode(raw or b"{}", type=_Object)
-    except (msgspec.MsgspecError, RecursionError):
-        return {}
+def _index(sample: Fields) -> int:
+    return read_count(sample.get("index")) or 0
 
 
-def _choices(sample: _Object) -> list[_Object]:
-    try:
-        return msgspec.json.decode(sample.get("choices", b"[]"), type=list[_Object])
-    except (msgspec.MsgspecError, RecursionError):
-        return []
-
-
-def _items(raw: Raw) -> Sequence[Raw]:
-    """Return a list's items; anything else has none."""
-    try:
-        return msgspec.json.decode(raw, type=list[Raw])
-    except (msgspec.MsgspecError, RecursionError):
-        return []
-
-
-def _array(items: Sequence[Raw]) -> bytes:
-    return b"[" + b",".join(map(bytes, items)) + b"]"
-
-
-def _index(sample: _Object) -> int:
-    raw = bytes(sample.get("index", b"0"))
-    return int(raw) if raw.isdigit() and len(raw) < _MAX_INDEX_DIGITS else 0
-
-
-def _merge_sample(sample: _Object, prompt: Mapping[int, _Lists], index: int) -> bytes | None:
+def _merge_sample(sample: Fields, prompt: Mapping[int, _Lists], index: int) -> Raw | None:
     """Return an answer with its prompt's logprobs put first, ``None`` where there is nothing to put."""
     if "choices" not in sample:
         joined = _joined(sample.get("meta_info"), prompt.get(index))
-        return None if joined is None else _write({**sample, "meta_info": joined})
+        return None if joined is None else write_object({**sample, "meta_info": joined})
     choices = _choices(sample)
     merged = [_joined(choice.get("logprobs"), prompt.get(_index(choice))) for choice in choices]
     if not any(merged):
         return None
     written = [
-        Raw(_write(choice if joined is None else {**choice, "logprobs": joined}))
+        write_object(choice if joined is None else {**choice, "logprobs": joined})
         for choice, joined in zip(choices, merged, strict=True)
     ]
-    return _write({**sample, "choices": Raw(_array(written))})
+    return write_object({**sample, "choices": write_list(written)})
 
 
 def _joined(holder: Raw | None, lists: _Lists | None) -> Raw | None:
     """Return the object of an answer's logprobs with the prompt's in front; ``None`` if one of both isn't there."""
-    own = _object(holder)
+    own = read_object(holder or b"")
     if not lists or not own:
         return None
-    joined = {field: Raw(_concatenate(raw, bytes(own.get(field, b"[]")))) for field, raw in lists.items()}
-    return Raw(_write({**own, **joined}))
+    joined = {field: _concatenate(raw, bytes(own.get(field, b""))) for field, raw in lists.items()}
+    return write_object({**own, **joined})
 
 
-def _write(fields: _Object) -> bytes:
-    return b"{" + b",".join(msgspec.json.encode(k) + b":" + bytes(v) for k, v in fields.items()) + b"}"
-
-
-def _concatenate(first: bytes, second: bytes) -> bytes:
+def _concatenate(first: bytes, second: bytes) -> Raw:
     """Join two raw JSON arrays; anything but an array counts as an empty one."""
     inner = [raw.strip()[1:-1].strip() for raw in (first, second) if raw.strip().startswith(b"[")]
-    return b"[" + b",".join(part for part in inner if part) + b"]"
+    return write_list(part for part in inner if part)

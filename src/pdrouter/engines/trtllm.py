@@ -32,6 +32,7 @@ from pdrouter.engines.base import (
     splice,
 )
 from pdrouter.engines.prometheus import series
+from pdrouter.engines.raw_json import Fields, write_list, write_object
 from pdrouter.engines.usage import PromptCount
 from pdrouter.errors import UpstreamProtocol
 
@@ -184,11 +185,10 @@ class _Iteration(msgspec.Struct, rename="camel"):
     kv_cache_stats: _KvStats | None = None
 
 
-_Fields = dict[str, Raw]
 _CONTEXT_REPLY = msgspec.json.Decoder(_ContextReply)
-_FIELDS = msgspec.json.Decoder(_Fields)
-_OBJECTS = msgspec.json.Decoder(list[_Fields])
-_TOOL_CALLS = msgspec.json.Decoder(list[_Fields] | None)
+_FIELDS = msgspec.json.Decoder(Fields)
+_OBJECTS = msgspec.json.Decoder(list[Fields])
+_TOOL_CALLS = msgspec.json.Decoder(list[Fields] | None)
 
 
 def _read(decoder: "msgspec.json.Decoder[T]", raw: bytes | Raw) -> T:
@@ -198,17 +198,13 @@ def _read(decoder: "msgspec.json.Decoder[T]", raw: bytes | Raw) -> T:
         raise UpstreamProtocol(f"the context engine's answer isn't understood: {error}") from error
 
 
-def _write(fields: Mapping[str, bytes | Raw]) -> bytes:
-    return b"{" + b",".join(msgspec.json.encode(k) + b":" + bytes(v) for k, v in fields.items()) + b"}"
-
-
 def _generation_params(params: Raw, number: str) -> bytes:
     """Return the object as the context engine gave it, for the other leg; ids stay as they are written."""
     fields = _read(_FIELDS, params)
     fields["request_type"] = Raw(b'"generation_only"')
     if fields.get("disagg_request_id", _NULL) == _NULL:
         fields["disagg_request_id"] = Raw(number.encode())
-    return _write(fields)
+    return bytes(write_object(fields))
 
 
 def _whole_leg(inbound: Inbound, place: Placement) -> Leg:
@@ -228,26 +224,26 @@ def _answer(inbound: Inbound, reply: bytes) -> bytes:
     choices = [_for_client(choice) for choice in _read(_OBJECTS, fields["choices"])]
     if inbound.is_stream:
         return b"".join(b"data: " + event + b"\n\n" for event in _events(inbound, fields, choices))
-    return _write({**fields, "choices": _list(choices)})
+    return bytes(write_object({**fields, "choices": _list(choices)}))
 
 
-def _for_client(fields: _Fields) -> _Fields:
+def _for_client(fields: Fields) -> Fields:
     return {name: raw for name, raw in fields.items() if name not in _NOT_FOR_CLIENTS}
 
 
 def _list(objects: Sequence[Mapping[str, bytes | Raw]]) -> Raw:
-    return Raw(b"[" + b",".join(map(_write, objects)) + b"]")
+    return write_list(map(write_object, objects))
 
 
-def _events(inbound: Inbound, fields: _Fields, choices: Sequence[_Fields]) -> Iterator[bytes]:
+def _events(inbound: Inbound, fields: Fields, choices: Sequence[Fields]) -> Iterator[bytes | Raw]:
     """Yield what a stream of this answer would have had."""
     usage = fields.pop("usage", _NULL)
     if inbound.path != _COMPLETIONS:
         fields["object"] = Raw(b'"chat.completion.chunk"')
         choices = [_as_delta(choice) for choice in choices]
-    yield _write({**fields, "choices": _list(choices)})
+    yield write_object({**fields, "choices": _list(choices)})
     if _wants_usage(inbound.body):
-        yield _write({**fields, "choices": Raw(b"[]"), "usage": usage})
+        yield write_object({**fields, "choices": Raw(b"[]"), "usage": usage})
     yield b"[DONE]"
 
 
@@ -258,13 +254,13 @@ def _wants_usage(body: bytes) -> bool:
     return False
 
 
-def _as_delta(choice: _Fields) -> _Fields:
+def _as_delta(choice: Fields) -> Fields:
     """Return a chat choice as a chunk has it; calls of tools are numbered there."""
     message = _read(_FIELDS, choice.get("message", Raw(b"{}")))
     calls = _read(_TOOL_CALLS, message.pop("tool_calls", _NULL))
     if calls:
         message["tool_calls"] = _list([{"index": b"%d" % i, **call} for i, call in enumerate(calls)])
-    return {"delta": Raw(_write(message)), **{name: raw for name, raw in choice.items() if name != "message"}}
+    return {"delta": write_object(message), **{name: raw for name, raw in choice.items() if name != "message"}}
 
 
 # Load.

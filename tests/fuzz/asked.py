@@ -9,7 +9,8 @@ from tests.fuzz.source import Shape, Source, anything, array, either, flag, numb
 Headers = Sequence[tuple[bytes, bytes]]
 Pairs = list[tuple[str, object]]
 
-_COUNT = either(number, word(b"1", b"2", b"16", b"4096", b"4097", b"null"))
+_COUNT = either(number, word(b"1", b"2", b"16", b"4096", b"4097", b"null", b'"2"', b"2.0", b"-1", b"true", b'"1_6"'))
+_FLAG = either(flag, word(b'"true"', b'"off"', b"1", b"0.0", b'"maybe"'))
 _IDS = array(number, word(b"1", b"22", b"333"))
 _PROMPT = either(text, _IDS, array(text), array(_IDS), anything)
 _PART = either(record(type=word(b'"text"'), text=text), record(type=word(b'"image_url"'), image_url=anything))
@@ -27,7 +28,7 @@ _RANKS = {
 }
 _SHARED: Mapping[str, Shape] = {
     "model": either(word(b'"m"', b'"other"', b"null"), text),
-    "stream": flag,
+    "stream": _FLAG,
     "stream_options": record(include_usage=flag),
     "n": _COUNT,
     "best_of": _COUNT,
@@ -57,7 +58,7 @@ _PROMPTS: Mapping[Api, Mapping[str, Shape]] = {
         "sampling_params": either(
             record(n=_COUNT, max_new_tokens=_COUNT), array(record(n=_COUNT, max_new_tokens=_COUNT))
         ),
-        "return_logprob": either(flag, array(flag)),
+        "return_logprob": either(_FLAG, array(_FLAG)),
     },
     Api.RESPONSES: {"input": either(text, array(_MESSAGE)), "instructions": text, "max_output_tokens": _COUNT},
     Api.MESSAGES: {"messages": array(_MESSAGE), "system": either(text, array(_PART)), "tools": array(anything)},

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from pydantic import TypeAdapter
 
 from pdrouter.config import Settings
 from pdrouter.core.decision import Decision, Rejection
@@ -26,6 +27,15 @@ FLEETS = (
     (prefill("p:1", dp_size=2), decode("d:1", dp_size=2)),
     (prefill("p:1", model="m"), decode("d:1", model="m"), regular("r:1", model="other")),
 )
+NUMBER, FLAG = TypeAdapter(int), TypeAdapter(bool)
+"""How engines read a number and a boolean."""
+
+LIMITS: Mapping[str, Sequence[str]] = {
+    Api.CHAT: ("max_tokens", "max_completion_tokens"),
+    Api.COMPLETIONS: ("max_tokens",),
+    Api.RESPONSES: ("max_output_tokens",),
+    Api.MESSAGES: ("max_tokens",),
+}
 FIELDS = frozenset(
     {
         *("rid", "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params", "disaggregated_params"),
@@ -84,24 +94,26 @@ def hold_reading(facts: RequestFacts, inbound: Inbound, asked: bytes) -> None:
     told: Mapping[str, Any] = json.loads(asked.decode("utf-8", "surrogateescape"))
     assert asked[: inbound.start].strip() == b"{"
     assert facts.model == told.get("model")
-    assert inbound.is_stream is bool(told.get("stream"))
+    assert inbound.is_stream is (told.get("stream") is not None and FLAG.validate_python(told["stream"]))
     assert set(inbound.fields) == FIELDS & told.keys()
-    copies = told.get("n")
-    limit = told.get("max_completion_tokens")
-    limit = told.get("max_tokens") if limit is None else limit
-    if inbound.path == Api.RESPONSES:
-        limit = told.get("max_output_tokens")
-    elif inbound.path == Api.GENERATE:
+    copies = _integer(told.get("n")) if inbound.path in (Api.CHAT, Api.COMPLETIONS) else None
+    limits = [_integer(told.get(name)) for name in LIMITS.get(inbound.path, ())]
+    if inbound.path == Api.GENERATE:
         given = told.get("sampling_params")
         params = given if isinstance(given, list) else [given or {}]
         copies = params[0].get("n") if params else None
-        limit = max((p["max_new_tokens"] for p in params if p.get("max_new_tokens") is not None), default=None)
+        limits = [p.get("max_new_tokens") for p in params]
+    limit = max((number for number in limits if number is not None), default=None)
     prompts = _prompts(told, inbound.path)
     copies = 1 if copies is None else copies
     assert inbound.batch == (None if prompts is None and copies == 1 else (prompts or 1) * copies)
     assert facts.prompts == (inbound.batch or 1)
     assert facts.is_list == ((prompts or 1) > 1)
     assert facts.max_output_tokens == limit
+
+
+def _integer(value: object) -> int | None:
+    return None if value is None else NUMBER.validate_python(value)
 
 
 def _prompts(told: Mapping[str, Any], path: str) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 from pdrouter.core.request import RequestFacts
 from pdrouter.errors import RateLimited
 from pdrouter.proxy.rates import RateOptions, Rates
-from tests.lab import CHAT, GENERATE, chat, make_lab
+from tests.lab import CHAT, COMPLETIONS, GENERATE, chat, make_lab
 
 KEY = {b"authorization": b"Bearer a"}
 
@@ -55,6 +55,7 @@ def test_tokens_of_a_key() -> None:
     for request, tokens in (
         (facts(), 150),
         (facts(max_output_tokens=10), 60),
+        (facts(max_output_tokens=0), 50),
         (facts(max_output_tokens=10, prompts=3), 80),
     ):
         enough, too_few = rates(tokens_per_min=2 * tokens), rates(tokens_per_min=2 * tokens - 1)
@@ -67,6 +68,13 @@ def test_tokens_of_a_key() -> None:
         too_few.take({b"authorization": b"Bearer b"}, request)
         too_few.take({}, request)
         assert too_few.counters() == {"tokens": 1}
+
+
+async def test_the_limit_that_counts_is_the_one_that_the_engine_reads() -> None:
+    """A small number in a field that an engine doesn't read buys nothing."""
+    async with make_lab(0, 0, 1, rate_limit_tokens_per_min=1000) as lab:
+        body = {"model": "emulated", "prompt": "x", "max_tokens": 600, "max_completion_tokens": 1}
+        assert [(await lab.post(COMPLETIONS, body)).status for _ in range(2)] == [200, 429]
 
 
 def test_more_than_a_minute_holds() -> None:

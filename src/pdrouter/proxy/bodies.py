@@ -13,6 +13,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdrouter.core.request import Task
 from pdrouter.errors import InvalidJson, InvalidRequest
+from pdrouter.proxy.scalars import Scalar, boolean, count, integer
 
 RawField = Raw | UnsetType
 S = TypeVar("S")
@@ -69,11 +70,8 @@ class Body(Struct):
     """What all paths share: model, answer's form, and the fields that the router writes itself."""
 
     model: str | None = None
-    stream: bool | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    priority: int | None = None
+    stream: Scalar = None
+    priority: Scalar = None
     lora_path: RawField = UNSET
     cache_salt: RawField = UNSET
     extra_key: RawField = UNSET
@@ -91,11 +89,11 @@ class Body(Struct):
 
     def copies(self) -> int | None:
         """Return how many answers each prompt gets, ``None`` where the body doesn't say."""
-        return self.n
+        return None
 
     def max_output_tokens(self) -> int | None:
         """Return the limit of each answer, ``None`` where the body sets none."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None
 
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prefill leg's reply is needed."""
@@ -115,12 +113,39 @@ class Chat(Body):
 
     messages: list[Message] | UnsetType = UNSET
     tools: RawField = UNSET
+    n: Scalar = None
+    max_tokens: Scalar = None
+    max_completion_tokens: Scalar = None
+
+    def copies(self) -> int | None:
+        """Return ``n``."""
+        return integer("n", self.n)
+
+    def max_output_tokens(self) -> int | None:
+        """Return the larger one where both limits are given: which one counts depends on the engine.
+
+        Source: ``max_completion_tokens`` in vLLM 0.32 and SGLang 0.5.9 and later, ``max_tokens`` in SGLang 0.5.6 to
+        0.5.8 (``protocol.py`` of each).
+        """
+        limits = count("max_tokens", self.max_tokens), count("max_completion_tokens", self.max_completion_tokens)
+        return max((limit for limit in limits if limit is not None), default=None)
 
 
 class Completion(Body):
     """``/v1/completions``."""
 
     prompt: RawField = UNSET
+    n: Scalar = None
+    max_tokens: Scalar = None
+
+    def copies(self) -> int | None:
+        """Return ``n``."""
+        return integer("n", self.n)
+
+    def max_output_tokens(self) -> int | None:
+        """Return the limit of each answer."""
+        return count("max_tokens", self.max_tokens)
+
     echo: RawField = UNSET
     logprobs: RawField = UNSET
 
@@ -135,11 +160,11 @@ class Responses(Body):
     input: RawField = UNSET
     instructions: RawField = UNSET
     tools: RawField = UNSET
-    max_output_tokens_: int | None = msgspec.field(default=None, name="max_output_tokens")
+    max_output_tokens_: Scalar = msgspec.field(default=None, name="max_output_tokens")
 
     def max_output_tokens(self) -> int | None:
         """Return the limit of the answer."""
-        return self.max_output_tokens_
+        return count("max_output_tokens", self.max_output_tokens_)
 
 
 class Messages(Body):
@@ -148,23 +173,28 @@ class Messages(Body):
     messages: list[Message] | UnsetType = UNSET
     system: RawField = UNSET
     tools: RawField = UNSET
+    max_tokens: Scalar = None
+
+    def max_output_tokens(self) -> int | None:
+        """Return the limit of the answer."""
+        return count("max_tokens", self.max_tokens)
 
 
 class Whole(Struct):
     """What goes to one engine as it is."""
 
     model: str | None = None
-    stream: bool | None = None
+    stream: Scalar = None
 
 
 class Generate(Body):
-    """``/generate``. Its ``n`` stands in ``sampling_params``."""
+    """``/generate``. Its ``n`` stands in ``sampling_params``, where SGLang takes integers only."""
 
     text: RawField = UNSET
     input_ids: RawField = UNSET
     input_embeds: RawField = UNSET
     sampling_params: "SamplingParams | list[SamplingParams] | None" = None
-    return_logprob: bool | list[bool] | None = None
+    return_logprob: Scalar | list[Scalar] = None
 
     def copies(self) -> int | None:
         """Return ``n``; in a list of parameters all have the same."""
@@ -176,14 +206,14 @@ class Generate(Body):
     def max_output_tokens(self) -> int | None:
         """Return ``max_new_tokens``; of a list of parameters the largest."""
         params = self.sampling_params
-        if isinstance(params, list):
-            return max((p.max_new_tokens for p in params if p.max_new_tokens is not None), default=None)
-        return None if params is None else params.max_new_tokens
+        several = params if isinstance(params, list) else [] if params is None else [params]
+        limits = [count("max_new_tokens", one.max_new_tokens) for one in several]
+        return max((limit for limit in limits if limit is not None), default=None)
 
     def wants_prompt_logprobs(self) -> bool:
         """Whether any sample asks for logprobs: the prompt's come from the prefill leg."""
         flags = self.return_logprob
-        return any(flags) if isinstance(flags, list) else bool(flags)
+        return any(boolean("return_logprob", flag) for flag in (flags if isinstance(flags, list) else [flags]))
 
 
 class SamplingParams(Struct):

@@ -33,6 +33,7 @@ from pdrouter.proxy.bodies import (
 )
 from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, identity, repeated
 from pdrouter.proxy.prompts import Prompt, cache_key, read_prompt
+from pdrouter.proxy.scalars import boolean, integer
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
 
@@ -119,7 +120,7 @@ class Intake:
             fields=fields,
             headers=_JSON_LINE + lines,
             request_id=request_id,
-            is_stream=bool(decoded.stream),
+            is_stream=boolean("stream", decoded.stream),
             batch=batch,
             rid=client_rid(decoded),
             wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
@@ -134,10 +135,10 @@ class Intake:
         lines, rank = self._read_headers(headers, keys)
         content_type = next((value for name, value in headers if name == b"content-type"), b"application/json")
         if content_type.lower().startswith(b"multipart/"):
-            model, is_stream, text = form_value(b"model", body), form_value(b"stream", body) == "true", None
+            model, is_stream, text = form_value(b"model", body), boolean("stream", form_value(b"stream", body)), None
         else:
             whole = decode_whole(body)
-            model, is_stream = whole.model, bool(whole.stream)
+            model, is_stream = whole.model, boolean("stream", whole.stream)
             text = TextShape.of(body) if task is Task.READ else None
         tokens = self._router.tokens.estimate(model, text) if text else 1
         facts = RequestFacts(
@@ -208,7 +209,7 @@ class Intake:
         name = self._options.priority_header
         text = keys.get(name)
         if text is None:
-            priority = body.priority or 0
+            priority = integer("priority", body.priority) or 0
             return -priority if self._options.puts_low_first else priority
         if not _PRIORITY.fullmatch(text):
             raise InvalidRequest(f"the header {name.decode()} must be an integer", param=name.decode())

@@ -54,8 +54,9 @@ class Rates:
         if options.requests_per_min is not None:
             self._charge("requests", self._requests, key, 1, options.requests_per_min)
         if options.tokens_per_min is not None:
-            answer_tokens = (facts.max_output_tokens or options.output_tokens) * facts.prompts
-            self._charge("tokens", self._tokens, key, facts.prompt_tokens + answer_tokens, options.tokens_per_min)
+            longest = options.output_tokens if facts.max_output_tokens is None else facts.max_output_tokens
+            cost = facts.prompt_tokens + longest * facts.prompts
+            self._charge("tokens", self._tokens, key, cost, options.tokens_per_min)
 
     def _charge(self, what: str, bucket: BaseRateLimiter, key: str, cost: int, per_minute: int) -> None:
         result = bucket.limit(key, min(cost, per_minute))

@@ -30,6 +30,7 @@ LIMITS = ClientLimits(
     idle_timeout_s=1.0,
     write_timeout_s=1.0,
     write_buffer_bytes=65_536,
+    write_budget_bytes=1_000_000,
 )
 AN_HOUR_S = 3600.0
 
@@ -43,10 +44,13 @@ class Served(NamedTuple):
 
 
 class Transport(asyncio.Transport):
-    """Takes whatever is written."""
+    """Takes whatever is written; where the client is slow, it holds it until ``drain()``."""
 
-    def __init__(self) -> None:
+    connection: Connection
+
+    def __init__(self, *, is_slow: bool = False) -> None:
         super().__init__()
+        self.is_slow = is_slow
         self.written = bytearray()
         self.is_closed = False
         self.is_paused = False
@@ -67,6 +71,17 @@ class Transport(asyncio.Transport):
         """Keep it."""
         assert not self.is_closed
         self.written += data
+        if self.is_slow:
+            was_empty = not self.unsent_bytes
+            self.unsent_bytes += len(data)
+            if was_empty:
+                self.connection.pause_writing()
+
+    def drain(self) -> None:
+        """Let the client read all."""
+        if self.unsent_bytes and not self.is_closed:
+            self.unsent_bytes = 0
+            self.connection.resume_writing()
 
     def write_eof(self) -> None:
         """No more will be written."""
@@ -153,13 +168,14 @@ class App:
 class Front:
     """A connection and its application."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_slow: bool = False) -> None:
         self.app = App()
         self.loop = Loop()
-        self.transport = Transport()
+        self.transport = Transport(is_slow=is_slow)
         config: Any = SimpleNamespace(app=self.app)
         loop: Any = self.loop
         self.connection = Connection(config, ServerState(), {}, loop)
+        self.transport.connection = self.connection
         self.connection.connection_made(self.transport)
 
     def receive(self, pieces: Iterable[bytes], *, answers_at_once: bool = True) -> None:
@@ -175,20 +191,32 @@ class Front:
         self.answer()
 
     @property
+    def is_open(self) -> bool:
+        """Whether it can go on."""
+        return not self.transport.is_closed
+
+    @property
     def is_stuck(self) -> bool:
         """Whether it reads nothing more and isn't closed."""
         return self.transport.is_paused and not self.transport.is_closed
 
     def answer(self) -> None:
-        """Answer all that is whole."""
-        while self.app.unanswered or self.loop.waiting:
+        """Answer all that is whole; a client that has answers to read is asked nothing, and gets no other."""
+        while self.app.unanswered or self.loop.waiting or (self.transport.unsent_bytes and self.is_open):
+            served = len(self.app.methods)
             self.app.answer()
             self.loop.run()
+            if self.transport.unsent_bytes:
+                assert len(self.app.methods) == served
+                self.transport.drain()
         self.check_deadline()
 
     def check_deadline(self) -> None:
         """Hold that the client's time is limited just while it is the client that must do something."""
         connection = self.connection
+        if self.transport.unsent_bytes:
+            assert connection.deadline_s < NEVER_S
+            return
         is_waiting = bool(self.app.unanswered or self.loop.waiting)
         is_sending = connection._is_in_head or connection._incoming is not None
         if not self.transport.is_closed and (is_sending or not is_waiting):
@@ -231,9 +259,9 @@ class Front:
         return statuses
 
 
-def hold(pieces: Sequence[bytes], *, answers_at_once: bool = True) -> Front:
+def hold(pieces: Sequence[bytes], *, answers_at_once: bool = True, is_slow: bool = False) -> Front:
     """Send pieces, and hold what must be true of any: no failure, valid replies, an end; and one reading of them."""
-    front = Front()
+    front = Front(is_slow=is_slow)
     front.receive(pieces, answers_at_once=answers_at_once)
     front.run_out()
     assert len(front.statuses()) == len(front.app.methods)

@@ -209,6 +209,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_write_buffer_bytes: Annotated[int, setting("Clients",
         "Bytes of an answer written ahead for a slow client before its engine is slowed.",
         unit="bytes", low=1024, high=2**30)] = 65_536
+    client_write_budget_bytes: Annotated[int, setting("Clients",
+        "Most bytes that wait to be sent, all clients together; the connections with most of them are cut first.",
+        unit="bytes", low=65_536, high=2**44)] = 536_870_912
     cors_allowed_origins: Annotated[tuple[str, ...], setting("Clients",
         "Origins whose pages may call the router from a browser: `https://HOST[:PORT]`, or `*` for any; none: no page "
         "may (sglang-router: any).", check=check_origin)] = ()

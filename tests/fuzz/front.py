@@ -11,7 +11,8 @@ def one_input(raw: bytes) -> None:
     cuts = sorted(chance.randrange(len(raw) + 1) for _ in range(chance.randrange(6)))
     pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True) if a < b]
     whole = _read(hold([raw]))
-    assert whole == _read(hold(pieces, answers_at_once=chance.random() < 0.5)), pieces
+    answers_at_once, is_slow = chance.random() < 0.5, chance.random() < 0.5
+    assert whole == _read(hold(pieces, answers_at_once=answers_at_once, is_slow=is_slow)), pieces
     assert whole == _read(hold([raw[at : at + 1] for at in range(len(raw))]))
 
 

@@ -92,20 +92,30 @@ def read(front: Front) -> tuple[Sequence[Served], bool]:
     return front.app.served, bool(front.app.refused)
 
 
-@given(st.lists(requests(), min_size=1, max_size=4), st.data(), st.booleans())
-def test_good_requests(asked: list[tuple[bytes, Served]], data: st.DataObject, answers_at_once: bool) -> None:
+@given(st.lists(requests(), min_size=1, max_size=4), st.data(), st.booleans(), st.booleans())
+def test_good_requests(
+    asked: list[tuple[bytes, Served]], data: st.DataObject, answers_at_once: bool, is_slow: bool
+) -> None:
     """Valid requests are served whole and in order, one by one or pipelined, wherever the network cuts them."""
     cut = data.draw(pieces(b"".join(raw for raw, _ in asked)))
-    front = hold(cut, answers_at_once=answers_at_once)
+    front = hold(cut, answers_at_once=answers_at_once, is_slow=is_slow)
     assert front.app.served == [served for _, served in asked]
     assert front.statuses() == [200] * len(asked)
 
 
-@given(mutated(), st.data(), st.booleans())
-def test_spoilt_requests(raw: bytes, data: st.DataObject, answers_at_once: bool) -> None:
+@given(st.lists(requests(), min_size=1, max_size=3), st.booleans())
+def test_many_requests_in_one_piece(asked: list[tuple[bytes, Served]], is_slow: bool) -> None:
+    """However many requests come at once, each is served, in order."""
+    asked = [one for one in asked if b"expect" not in one[0].lower()] * 20
+    front = hold([b"".join(raw for raw, _ in asked)], is_slow=is_slow)
+    assert front.app.served == [served for _, served in asked]
+
+
+@given(mutated(), st.data(), st.booleans(), st.booleans())
+def test_spoilt_requests(raw: bytes, data: st.DataObject, answers_at_once: bool, is_slow: bool) -> None:
     """Spoilt ones are read as another parser reads them, or refused; cutting them changes nothing."""
     whole = hold([raw])
-    cut = hold(data.draw(pieces(raw)), answers_at_once=answers_at_once)
+    cut = hold(data.draw(pieces(raw)), answers_at_once=answers_at_once, is_slow=is_slow)
     assert read(whole) == read(cut)
 
 

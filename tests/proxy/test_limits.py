@@ -167,6 +167,13 @@ async def test_many_are_late_at_once() -> None:
 
     class Late:
         deadline_s = 0.0
+        unsent_bytes = 0
+
+        def measure(self) -> int:
+            return 0
+
+        def abort(self) -> None:
+            raise AssertionError
 
         def expire(self) -> None:
             self.deadline_s = NEVER_S

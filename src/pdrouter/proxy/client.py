@@ -108,14 +108,16 @@ class Client:
         self.status = 0
 
     def take(self, piece: bytes) -> None:
-        """Add to the request's body."""
+        """Add to the request's body, if anybody takes it."""
+        self.body_bytes += len(piece)
+        if not self.takes_body:
+            return
         if not self._body:
             self._body = piece
         else:
             if isinstance(self._body, bytes):
                 self._body = bytearray(self._body)  # grows in place, however small the pieces are
             self._body += piece
-        self.body_bytes += len(piece)
 
     def body(self) -> bytes:
         """Return the request's body, and let go of it."""

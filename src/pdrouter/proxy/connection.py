@@ -27,6 +27,11 @@ _FRAMING_BYTES = 16_384
 _FRAMING_PER_BODY_BYTE = 8
 """What chunk sizes, chunk extensions and trailers may take together (I9), by far the most for chunks of one byte."""
 
+_AT_ONCE_BYTES = 1024
+"""Of pipelined requests no more than this is parsed ahead of their turn (I9): some forty at most; chosen."""
+
+_END_OF_HEAD = b"\r\n\r\n"
+
 
 class Application(Protocol):
     """Whoever answers requests."""
@@ -46,6 +51,8 @@ class Connection(asyncio.Protocol):
     """A client's connection. ``_current`` is being answered; ``_waiting`` came behind it, by pipelining.
 
     While a whole request waits, no more are read. By ``deadline_s`` the client must have sent, or taken, what is next.
+    The connection is *behind* while the kernel holds all that it takes for the client: then no more requests are
+    parsed or served. It ``is_full`` when ``write_buffer_bytes`` wait here as well: then no more of a reply is written.
     """
 
     _transport: asyncio.Transport  # there as soon as anything happens
@@ -60,6 +67,7 @@ class Connection(asyncio.Protocol):
         # For the life of the connection.
         self.is_full = False
         self.deadline_s = NEVER_S
+        self.unsent_bytes = 0
         self._app = cast("Application", config.app)
         self._clients = self._app.clients
         self._limits = self._clients.limits
@@ -67,12 +75,16 @@ class Connection(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._parser = HttpRequestParser(self)
         self._address = ""
+        self._is_behind = False
         self._is_deaf = False
         self._is_draining = False
+        self._is_parting = False
         self._is_paused = False
         self._lost: asyncio.Event | None = None
+        self._parsed_bytes = 0  # of what is unparsed
         self._piece_bytes = 0
-        self._unsent_bytes = 0
+        self._unparsed = b""
+        self._untaken_bytes = 0
         # For one request.
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -89,8 +101,13 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send bytes, unless nobody is there any more."""
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        if self._transport.is_closing():
+            return
+        if self._is_behind:
+            self._untaken_bytes += len(data)
+        self._transport.write(data)  # this may call pause_writing(), and that may cut the connection
+        if self._is_behind and not self._transport.is_closing():
+            self._count_unsent()
 
     def replied(self, client: Client) -> None:
         """Go on behind a reply that is whole."""
@@ -98,13 +115,10 @@ class Connection(asyncio.Protocol):
         if not client.keeps_alive or self._is_draining:
             self._part(client)
             return
-        if self._waiting:
-            self._loop.call_soon(self._serve_next)
-            return
-        self._read_on()
-        if self._incoming is not None:
-            self._invite(self._incoming)
-        self._watch()
+        if self._waiting or self._unparsed:
+            self._loop.call_soon(self._go_on)
+        elif not self._is_behind:
+            self._read_on()
 
     def close(self) -> None:
         """Close behind what was written."""
@@ -142,7 +156,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport, unless there are too many."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(self._limits.write_buffer_bytes)
+        self._transport.set_write_buffer_limits(0)  # each byte that the kernel doesn't take is told of
         self._state.connections.add(self)  # type: ignore[arg-type]  # of uvicorn's protocols it needs shutdown()
         self._address = group_of(transport.get_extra_info("peername"))
         try:
@@ -160,6 +174,7 @@ class Connection(asyncio.Protocol):
         self._state.connections.discard(self)
         self._clients.leave(self, self._address)
         self._is_deaf = True
+        self._unparsed = b""
         if self._lost is not None:
             self._lost.set()
         current, self._current = self._current, None
@@ -177,36 +192,32 @@ class Connection(asyncio.Protocol):
         """Parse, and serve what is whole."""
         if self._is_deaf:
             return
-        self._piece_bytes = len(data)
-        try:
-            self._feed(data)
-        except HttpParserCallbackError as error:
-            if not isinstance(error.__context__, RouterError):
-                raise
-            self._refuse(error.__context__)
-        except HttpParserError as error:
-            self._refuse(head.unparsable(error, data))
-        if self._is_in_head or self._incoming is not None:
-            self._check_pending()
-            self._watch()
+        if self._is_behind or len(data) > _AT_ONCE_BYTES:
+            self._unparsed, self._parsed_bytes = data, 0
+            self._parse_on()
+        else:
+            self._parse(data)
         if self._waiting:
             self._serve_next()
-            if self._waiting and not self._is_paused:  # I9
-                self._is_paused = True
-                self._transport.pause_reading()
-                self._watch()
+        if (self._waiting or self._unparsed) and not self._is_paused:  # I9
+            self._is_paused = True
+            self._transport.pause_reading()
+            self._watch()
 
     def pause_writing(self) -> None:
         """Take note that the client is behind."""
-        self.is_full = True
-        self._clients.counts["write_buffer_full"] += 1
+        self._is_behind = True
         self._watch_unsent()
+        self._count_unsent()
 
     def resume_writing(self) -> None:
-        """Let the reply go on."""
-        self.is_full = False
+        """Let the reply go on, or the next request: the client has all that was written."""
+        was_full, self.is_full, self._is_behind = self.is_full, False, False
+        self._clients.hold_unsent(self, 0)
         self._watch()
-        if self._current is not None and self._current.listener is not None:
+        if self._current is None:
+            self._go_on()
+        elif was_full and self._current.listener is not None:
             self._current.listener.client_drained()
 
     # Called by the parser, inside ``data_received``; whatever they raise ends the parsing.
@@ -268,7 +279,7 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""
         client = self._incoming
-        if client is not None and client.takes_body:
+        if client is not None:
             client.take(body)
             self._check_size(client, client.body_bytes)
 
@@ -283,6 +294,39 @@ class Connection(asyncio.Protocol):
 
     # Requests in, one after the other.
 
+    def _parse_on(self) -> None:
+        """Parse what has come until a request is whole; the rest waits, for a Client is larger than a small request."""
+        data = self._unparsed
+        while self._parsed_bytes < len(data) and not (self._waiting or self._is_behind or self._is_deaf):
+            start = self._parsed_bytes
+            end = self._parsed_bytes = self._end_of_piece(data, start)
+            self._parse(memoryview(data)[start:end])
+        if self._is_deaf or self._parsed_bytes >= len(data):
+            self._unparsed = b""
+
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """Return up to where to parse at once: a head, a body whose length is known, or not much."""
+        client = self._incoming
+        if client is not None and b"content-length" in client.header:
+            return start + max(int(client.header[b"content-length"]) - client.body_bytes, 1)
+        end = start + _AT_ONCE_BYTES
+        end_of_head = data.find(_END_OF_HEAD, start, end) if client is None else -1
+        return end if end_of_head < 0 else end_of_head + len(_END_OF_HEAD)
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        self._piece_bytes = len(data)
+        try:
+            self._feed(data)
+        except HttpParserCallbackError as error:
+            if not isinstance(error.__context__, RouterError):
+                raise
+            self._refuse(error.__context__)
+        except HttpParserError as error:
+            self._refuse(head.unparsable(error, data))
+        if self._is_in_head or self._incoming is not None:
+            self._check_pending()
+            self._watch()
+
     def _feed(self, data: bytes | memoryview) -> None:
         """Parse; a request that offers another protocol is parsed anew without the offer, for its body's sake."""
         while True:
@@ -296,8 +340,19 @@ class Connection(asyncio.Protocol):
             self._parser = HttpRequestParser(self)
             self._parser.feed_data(self._offer)
 
+    def _go_on(self) -> None:
+        """Serve the next request, which may have to be parsed first, or read on."""
+        if self._current is not None or self._is_behind:
+            return
+        if not self._waiting:
+            self._parse_on()
+        if self._waiting:
+            self._serve_next()
+        elif not self._is_deaf:
+            self._read_on()
+
     def _serve_next(self) -> None:
-        if self._current is None and self._waiting:
+        if self._current is None and self._waiting and not self._is_behind:
             if self._incoming is None and not self._is_in_head:
                 self.deadline_s = NEVER_S
             client = self._current = self._waiting.popleft()
@@ -308,6 +363,9 @@ class Connection(asyncio.Protocol):
             self._is_paused = False
             self._since_s = 0.0
             self._transport.resume_reading()
+        if self._incoming is not None:
+            self._invite(self._incoming)
+        self._watch()
 
     def _check_size(self, client: Client, size_bytes: int) -> None:
         limit_bytes = self._limits.max_payload_bytes
@@ -354,12 +412,14 @@ class Connection(asyncio.Protocol):
 
     def _watch(self) -> None:
         """Say by when the client must have sent what is next: a head, a body, or another request."""
-        if self.is_full or self._transport.is_closing():
+        if self._is_behind or self._transport.is_closing():
             return
         client, limits = self._incoming, self._limits
         now_s = self._loop.time()
         self._since_s = self._since_s or now_s
-        if self._is_paused or (client is not None and client.is_expectant):
+        if self._is_parting:
+            self.deadline_s = now_s + _LINGER_S
+        elif self._is_paused or (client is not None and client.is_expectant):
             self.deadline_s = NEVER_S
         elif self._is_in_head:
             self.deadline_s = self._since_s + limits.head_timeout_s
@@ -372,16 +432,27 @@ class Connection(asyncio.Protocol):
 
     def _watch_unsent(self) -> None:
         """Say by when the client must have taken some of what was written."""
-        self._unsent_bytes = self._transport.get_write_buffer_size()
+        self._untaken_bytes = self.measure()
         self.deadline_s = self._loop.time() + self._limits.write_timeout_s
+
+    def measure(self) -> int:
+        """Return how many bytes wait to be sent."""
+        return self._transport.get_write_buffer_size()
+
+    def _count_unsent(self) -> None:
+        unsent_bytes = self.measure()
+        if unsent_bytes > self._limits.write_buffer_bytes and not self.is_full:  # I9
+            self.is_full = True
+            self._clients.counts["write_buffer_full"] += 1
+        self._clients.hold_unsent(self, unsent_bytes)
 
     def expire(self) -> None:
         """The client's time is over."""
         self.deadline_s = NEVER_S
-        if self.is_full or self._transport.is_closing():
-            before_bytes = self._unsent_bytes
-            self._watch_unsent()
-            if self._unsent_bytes >= before_bytes:
+        if self._is_behind or self._transport.is_closing():
+            if self.measure() < self._untaken_bytes:
+                self._watch_unsent()
+            else:
                 self._clients.counts["write_timeout"] += 1
                 self._transport.abort()
         elif self._is_deaf:
@@ -397,9 +468,10 @@ class Connection(asyncio.Protocol):
     def _part(self, client: Client) -> None:
         """Close behind a last reply; from a client that is still sending, so that the reply isn't lost to a reset."""
         self._is_deaf = True
+        self._unparsed = b""
         if client.is_whole or self._transport.is_closing():
             self.close()
         else:
-            self._read_on()
+            self._is_parting = True
             self._transport.write_eof()
-            self.deadline_s = self._loop.time() + _LINGER_S
+            self._read_on()

@@ -125,7 +125,7 @@ def without_offer(method: bytes, target: bytes, version: str, headers: list[Head
     return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, version.encode(), b"".join(lines))
 
 
-def unparsable(error: HttpParserError, data: bytes) -> RouterError:
+def unparsable(error: HttpParserError, data: bytes | memoryview) -> RouterError:
     """Return what to say of bytes that the parser doesn't take."""
     if isinstance(error, HttpParserInvalidMethodError) and not _METHODS.issuperset(_REQUEST_LINE.findall(data)):
         return NotImplementedHere("the request's method isn't known here")

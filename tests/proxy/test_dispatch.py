@@ -281,10 +281,9 @@ async def test_the_clients_own_fields() -> None:
 async def test_an_engines_own_refusal_is_passed_on() -> None:
     """What both engines refuse comes back in their words."""
     async with make_lab() as lab:
-        for tokens in (0, -3):
-            reply = await lab.post(CHAT, chat("x", tokens))
-            assert (reply.status, reply.json()["object"], reply.json()["type"]) == (400, "error", "BadRequestError")
-            await lab.settled()
+        reply = await lab.post(CHAT, chat("x", 0))
+        assert (reply.status, reply.json()["object"], reply.json()["type"]) == (400, "error", "BadRequestError")
+        await lab.settled()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -34,7 +34,7 @@ def test_every_failure_has_openais_shape(kind: type[RouterError], param: str | N
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_headers_of_a_failure(kind: type[RouterError]) -> None:
-    """JSON; when to come again where waiting helps; and what is allowed."""
+    """JSON, and what HTTP says goes with the status: when to retry, what is allowed, how to authenticate."""
     headers = error_headers(make(kind, "x", "GET, HEAD"))
     expected = {b"content-type": b"application/json"}
     if kind.status == 503:
@@ -43,6 +43,10 @@ def test_headers_of_a_failure(kind: type[RouterError]) -> None:
         expected[b"retry-after"] = b"7"
     if kind is errors.MethodNotAllowed:
         expected[b"allow"] = b"GET, HEAD"
+    if kind is errors.Unauthorized:
+        expected[b"www-authenticate"] = b"Bearer"
+    if kind is errors.UnsupportedEncoding:
+        expected[b"accept-encoding"] = b"identity"
     assert len(headers) == len(expected)
     assert dict(headers) == expected
 

@@ -181,9 +181,9 @@ async def test_story() -> None:
             told = [word for word in what if word != "prefill"]  # whose news come before the end, or too late
             assert told == ["decided", "first", "answer", "usage:", "settled:"]
             assert [m["after_s"] for m in life["moments"]] == sorted(m["after_s"] for m in life["moments"])
-        for path in ("/debug/story/nobody", "/debug/story/"):
-            reply = await lab.get(path)
-            assert (reply.status, reply.error["code"]) == (404, "unknown_request")
+        assert (await lab.get("/debug/story/")).status == 404
+        reply = await lab.get("/debug/story/nobody")
+        assert (reply.status, reply.error["code"]) == (404, "unknown_request")
         assert "last 10000 decisions" in reply.error["message"]
         assert (await lab.post("/debug/story/plain-1", {})).status == 405
         await lab.settled()

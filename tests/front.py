@@ -31,6 +31,7 @@ LIMITS = ClientLimits(
     write_timeout_s=1.0,
     write_buffer_bytes=65_536,
     write_budget_bytes=1_000_000,
+    body_budget_bytes=1_000_000,
 )
 AN_HOUR_S = 3600.0
 

@@ -110,6 +110,16 @@ async def test_serve_until_a_signal(number: signal.Signals) -> None:
         assert await router.ended() == (0, "", "")
 
 
+async def test_what_bounds_memory_is_told() -> None:
+    """A line of the log at start has the budgets."""
+    async with serve(*QUICK, "--log-level", "info", "--client-body-budget-bytes", "7000000") as router:
+        await router.listening()
+        router.signal(signal.SIGTERM)
+        _, _, errors = await router.ended()
+    told = [json.loads(line) for line in errors.splitlines() if "limits of memory" in line]
+    assert [line["client_body_budget_bytes"] for line in told] == [7_000_000]
+
+
 async def test_a_stop_signal_drains() -> None:
     """After SIGTERM a running stream is finished whole, while nobody new is let in."""
     async with (

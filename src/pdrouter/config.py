@@ -195,11 +195,14 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_head_timeout_secs: Annotated[float, setting("Clients",
         "Time for a request's head from its first byte on; then 408.", unit="s", low=0.05, high=86_400)] = 10.0
     client_body_timeout_secs: Annotated[float, setting("Clients",
-        "Time for a request's body beyond what client_body_bytes_per_s allows; then 408.",
+        "Time for a request's body beyond what client_body_bytes_per_s allows, and longest pause in it; then 408.",
         unit="s", low=0.05, high=86_400)] = 30.0
     client_body_bytes_per_s: Annotated[int, setting("Clients",
         "A body may take as long as it would at this rate, and client_body_timeout_secs more.",
         unit="bytes/s", low=1, high=2**40)] = 1024
+    client_body_budget_bytes: Annotated[int, setting("Clients",
+        "Most bytes of request bodies held until they are answered, all clients together; beyond it the largest that "
+        "is coming in gets 503.", unit="bytes", low=65_536, high=2**44)] = 2_147_483_648
     client_idle_timeout_secs: Annotated[float, setting("Clients",
         "An idle connection is closed after this time; longer than a load balancer's in front (often 60).",
         unit="s", low=0.05, high=86_400)] = 75.0

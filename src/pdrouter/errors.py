@@ -212,6 +212,13 @@ class TooManyConnections(RouterError):
     code = "too_many_connections"
 
 
+class BodyBudgetSpent(RouterError):
+    """The bodies of all requests together exceed ``client_body_budget_bytes``; this one was the largest to come in."""
+
+    status = 503
+    code = "body_budget"
+
+
 class ShuttingDown(RouterError):
     """The router stops; another one may serve the request."""
 

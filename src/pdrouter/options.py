@@ -83,6 +83,7 @@ LIVE: Final = frozenset(
         "client_write_timeout_secs",
         "client_write_buffer_bytes",
         "client_write_budget_bytes",
+        "client_body_budget_bytes",
         "worker_load_check_interval",
         "load_check_timeout_secs",
         "worker_startup_check_interval",
@@ -200,6 +201,7 @@ def client_limits(settings: Settings) -> ClientLimits:
         write_timeout_s=settings.client_write_timeout_secs,
         write_buffer_bytes=settings.client_write_buffer_bytes,
         write_budget_bytes=settings.client_write_budget_bytes,
+        body_budget_bytes=settings.client_body_budget_bytes,
     )
 
 

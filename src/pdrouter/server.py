@@ -66,6 +66,15 @@ _GC_ALLOCATIONS = 100_000
 _FILES_PER_CLIENT = 3
 """A client's connection and those of two legs."""
 
+_BUDGETS = (
+    "client_max_connections",
+    "client_body_budget_bytes",
+    "client_write_budget_bytes",
+    "upstream_max_reply_bytes",
+    "prefix_index_bytes",
+    "journal_decisions",
+)
+
 _PROBE_REPLY_BYTES = 4 * 1024 * 1024
 
 
@@ -138,6 +147,7 @@ class Service:
     def _add_counters(self) -> None:
         self.metrics.add_counters("pdrouter_upstream_connections", "Connections to engines.", self.pools.counters)
         self.metrics.add_counters("pdrouter_clients", "Connections of clients, and limits met.", self.clients.counters)
+        self.metrics.add_gauges("pdrouter_clients_bytes", "Memory that clients' bytes take now.", self.clients.held)
         hand_overs = self.dispatcher.hand_overs
         self.metrics.add_counters("pdrouter_handovers", "Prompts' KV that went astray.", hand_overs.counters)
         if (waitroom := self.dispatcher.waitroom) is not None:
@@ -252,6 +262,7 @@ async def _serve(settings: Settings, source: Source | None, early: list[int]) ->
         if source is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.service.reload)
         _raise_file_limit(settings.client_max_connections)
+        _tell_budgets(settings)
         gc.freeze()  # what lives as long as the process needn't be looked at again
         gc.set_threshold(_GC_ALLOCATIONS)
         print(f"pdrouter listens on {router.url}", flush=True)  # noqa: T201
@@ -266,6 +277,12 @@ def _raise_file_limit(clients: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < wanted:
         log = structlog.stdlib.get_logger("pdrouter.server")
         log.warning("few open files; raise the limit (ulimit -Hn)", limit=hard, wanted=wanted)
+
+
+def _tell_budgets(settings: Settings) -> None:
+    """Log what bounds the router's memory."""
+    log = structlog.stdlib.get_logger("pdrouter.server")
+    log.info("limits of memory", **{name: getattr(settings, name) for name in _BUDGETS})
 
 
 def make_engines(settings: Settings) -> Mapping[str, Engine]:

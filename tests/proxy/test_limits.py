@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdrouter.errors import RouterError
 from pdrouter.proxy.limits import NEVER_S, Clients, group_of
 from tests.front import LIMITS, Front
 from tests.lab import COMPLETIONS, GENERATE, Call, Lab, connect, make_lab, until
@@ -167,12 +168,9 @@ async def test_many_are_late_at_once() -> None:
 
     class Late:
         deadline_s = 0.0
-        unsent_bytes = 0
+        incoming_bytes = 0
 
-        def measure(self) -> int:
-            return 0
-
-        def abort(self) -> None:
+        def refuse(self, error: RouterError) -> None:
             raise AssertionError
 
         def expire(self) -> None:

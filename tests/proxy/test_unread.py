@@ -3,22 +3,21 @@
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from pdrouter import server
 from pdrouter.proxy import openapi
-from pdrouter.proxy.limits import Clients
+from pdrouter.proxy.budgets import WriteBudget
 from pdrouter.proxy.listener import listen
 from tests.front import LIMITS, Front
 from tests.lab import CHAT, Call, Lab, connect, make_lab, until
 
 pytestmark = pytest.mark.invariant("I9")
 
-KEY = "secret"
 WRITE_BUFFER = 4096
 ASKED = 10_000
 PAGE = len(openapi.page())
@@ -74,7 +73,7 @@ async def test_own_pages_wait_for_their_reader(method: str, path: str, status: i
         await connect(lab.url, receive_bytes=4096) as dead,
         await connect(lab.url, receive_bytes=4096) as slow,
     ):
-        clients, most = lab.router.service.clients, 0
+        unsent, most = lab.router.service.clients.unsent, 0
         flooding = asyncio.create_task(flood(dead, method, path, ASKED))
         asking = asyncio.create_task(flood(slow, method, path, 50))
         replies = 0
@@ -84,23 +83,12 @@ async def test_own_pages_wait_for_their_reader(method: str, path: str, status: i
                 replies += 1
             else:
                 await asyncio.sleep(0.01)
-            most = max(most, clients.unsent_bytes)
+            most = max(most, unsent.held_bytes)
         page = int(slow.headers["content-length"])
         assert most <= 2 * (page + WRITE_BUFFER)
         await flooding
         await asking
-        await until(lambda: clients.unsent_bytes == 0)
-
-
-async def test_replies_without_the_key() -> None:
-    """401 goes the same way."""
-    async with (
-        small(client_write_timeout_secs=0.3, api_key=KEY) as lab,
-        await connect(lab.url, receive_bytes=4096) as call,
-    ):
-        flooding = asyncio.create_task(flood(call, "POST", "/add_worker?url=http://x:1", ASKED))
-        await until(lambda: count(lab, "write_timeout") == 1)
-        await flooding
+        await until(lambda: unsent.held_bytes == 0)
 
 
 async def test_all_unread_answers_together() -> None:
@@ -108,9 +96,9 @@ async def test_all_unread_answers_together() -> None:
     async with small(client_write_budget_bytes=BUDGET) as lab, contextlib.AsyncExitStack() as stack:
         calls = [await stack.enter_async_context(await connect(lab.url, receive_bytes=4096)) for _ in range(8)]
         flooding = asyncio.gather(*(flood(call, "GET", "/openapi.json", ASKED) for call in calls))
-        clients = lab.router.service.clients
+        unsent = lab.router.service.clients.unsent
         while not count(lab, "write_budget"):
-            assert clients.unsent_bytes <= BUDGET + 2 * PAGE
+            assert unsent.held_bytes <= BUDGET + 2 * PAGE
             await asyncio.sleep(0)
         assert (await lab.get("/openapi.json")).status == 200
         assert count(lab, "write_budget") <= 5  # three pages have room
@@ -120,41 +108,37 @@ async def test_all_unread_answers_together() -> None:
 
 
 class Reader:
-    """A connection of which so much is unsent."""
+    """A client for whom so much waits."""
 
-    deadline_s = 0.0
-
-    def __init__(self, clients: Clients, unsent_bytes: int) -> None:
-        self.unsent_bytes = 0
-        self.really = unsent_bytes
+    def __init__(self, unsent_bytes: int) -> None:
+        self.unsent_bytes = unsent_bytes
         self.is_cut = False
-        clients._all.add(self)
 
     def measure(self) -> int:
-        return self.really
+        return self.unsent_bytes
 
     def abort(self) -> None:
         self.is_cut = True
 
-    def expire(self) -> None:
-        raise AssertionError
-
 
 def test_who_is_cut() -> None:
     """Those with most unread bytes, and no more of them than must be; none if the others have read meanwhile."""
-    clients = Clients(msgspec.structs.replace(LIMITS, write_budget_bytes=800))
-    readers = [Reader(clients, size) for size in (100, 300, 200, 190)]
+    counts = Counter[str]()
+    budget = WriteBudget(800, counts)
+    readers = [Reader(size) for size in (100, 300, 200, 190)]
     for reader in readers:
-        clients.hold_unsent(reader, reader.really)
+        budget.hold(reader, reader.unsent_bytes)
+    readers[3].unsent_bytes, readers[0].unsent_bytes = 0, 111
+    budget.hold(readers[0], 111)
+    assert budget.held_bytes == 611
     assert not any(reader.is_cut for reader in readers)
-    readers[3].really = 0
-    clients.hold_unsent(readers[0], 111)
-    assert clients.unsent_bytes == 600
-    assert not any(reader.is_cut for reader in readers)
-    readers[0].really = 301
-    clients.hold_unsent(readers[0], 301)
+    readers[0].unsent_bytes = 301
+    budget.hold(readers[0], 301)
     assert [reader.is_cut for reader in readers] == [True, False, False, False]
-    assert (clients.unsent_bytes, clients.counts["write_budget"]) == (500, 1)
+    assert (budget.held_bytes, counts["write_budget"]) == (500, 1)
+    for reader in readers:
+        budget.release(reader)
+    assert budget.held_bytes == 0
 
 
 def test_what_is_written_meanwhile_is_no_excuse() -> None:

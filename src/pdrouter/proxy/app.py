@@ -68,14 +68,21 @@ class App:
         }
 
     def opened(self, client: Client) -> bool:
-        """Take note of a request's head; return whether its body will be read."""
+        """Take note of a request's head; return whether its body will be read.
+
+        Raises: RouterError if the head is enough to refuse it.
+        """
         if self._cors is not None:
             self._cors.allow(client)
         if client.path not in self._apis and client.path.endswith(b"/") and len(client.path) > 1:
             client.path = client.path[:-1]
-        if client.path not in self._apis or self._is_preflight(client):
-            return self._fleet_api.reads(client)
+        if self._is_preflight(client):
+            return False
+        if client.path not in self._apis:
+            return self._fleet_api.opened(client)
         self._metrics.began()
+        self._fleet_api.check_key(client)
+        check_encoding(client.header)
         return client.method == b"POST"
 
     def __call__(self, client: Client) -> None:
@@ -99,8 +106,6 @@ class App:
             raise client.error
         if client.method != b"POST":
             raise _not_allowed(api, "POST")
-        self._fleet_api.check_key(client)
-        check_encoding(client.header)
         facts, inbound = self._intake.read(api, client.headers, client.body(), request_id)
         if self._rates is not None:
             self._rates.take(client.header, facts)

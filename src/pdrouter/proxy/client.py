@@ -3,7 +3,7 @@
 Dispatch and relay know no more of HTTP than this. Read next: ``connection.py``, which makes one for each request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Protocol
@@ -26,10 +26,15 @@ class Listener(Protocol):
 class Wire(Protocol):
     """What carries the reply: ``connection.py``."""
 
-    is_full: bool
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Sends bytes, unless the connection is closing."""
+        ...
 
-    def write(self, data: bytes) -> None:
-        """Send bytes, unless nobody is there any more."""
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more should be written now."""
+        ...
 
     def replied(self, client: "Client") -> None:
         """Go on behind a reply that is whole."""

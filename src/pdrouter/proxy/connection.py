@@ -9,6 +9,7 @@ paths and no engines.
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -17,8 +18,10 @@ from uvicorn.server import ServerState
 
 from pdrouter.errors import ClientGone, InvalidHttp, PayloadTooLarge, RouterError, SenderTimeout, TooManyConnections
 from pdrouter.proxy import head
+from pdrouter.proxy.backlog import AT_ONCE_BYTES, Backlog
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.limits import NEVER_S, Clients, group_of
+from pdrouter.proxy.outgoing import Outgoing
 
 _LINGER_S = 2.0
 """Time that a client which is still sending has to read a last reply."""
@@ -27,11 +30,6 @@ _FRAMING_BYTES = 16_384
 _FRAMING_PER_BODY_BYTE = 8
 """What chunk sizes, chunk extensions and trailers may take together (I9), by far the most for chunks of one byte."""
 
-_AT_ONCE_BYTES = 1024
-"""Of pipelined requests no more than this is parsed ahead of their turn (I9): some forty at most; chosen."""
-
-_END_OF_HEAD = b"\r\n\r\n"
-
 
 class Application(Protocol):
     """Whoever answers requests."""
@@ -39,7 +37,10 @@ class Application(Protocol):
     clients: Clients
 
     def opened(self, client: Client) -> bool:
-        """Take note of a request's head; return whether its body will be read."""
+        """Take note of a request's head; return whether its body will be read.
+
+        Raises: RouterError if the head is enough to refuse it.
+        """
         ...
 
     def __call__(self, client: Client) -> None:
@@ -51,11 +52,12 @@ class Connection(asyncio.Protocol):
     """A client's connection. ``_current`` is being answered; ``_waiting`` came behind it, by pipelining.
 
     While a whole request waits, no more are read. By ``deadline_s`` the client must have sent, or taken, what is next.
-    The connection is *behind* while the kernel holds all that it takes for the client: then no more requests are
-    parsed or served. It ``is_full`` when ``write_buffer_bytes`` wait here as well: then no more of a reply is written.
+    While its client is behind (``outgoing.py``) nothing more of it is parsed or served.
     """
 
-    _transport: asyncio.Transport  # there as soon as anything happens
+    _transport: asyncio.Transport  # these three are there as soon as anything happens
+    _out: Outgoing
+    write: Callable[[bytes], None]
 
     def __init__(
         self,
@@ -65,9 +67,7 @@ class Connection(asyncio.Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         # For the life of the connection.
-        self.is_full = False
         self.deadline_s = NEVER_S
-        self.unsent_bytes = 0
         self._app = cast("Application", config.app)
         self._clients = self._app.clients
         self._limits = self._clients.limits
@@ -75,16 +75,13 @@ class Connection(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._parser = HttpRequestParser(self)
         self._address = ""
-        self._is_behind = False
+        self._backlog = Backlog(self._clients.bodies)
         self._is_deaf = False
         self._is_draining = False
         self._is_parting = False
         self._is_paused = False
         self._lost: asyncio.Event | None = None
-        self._parsed_bytes = 0  # of what is unparsed
         self._piece_bytes = 0
-        self._unparsed = b""
-        self._untaken_bytes = 0
         # For one request.
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -99,25 +96,21 @@ class Connection(asyncio.Protocol):
 
     # Called by the client's reply.
 
-    def write(self, data: bytes) -> None:
-        """Send bytes, unless nobody is there any more."""
-        if self._transport.is_closing():
-            return
-        if self._is_behind:
-            self._untaken_bytes += len(data)
-        self._transport.write(data)  # this may call pause_writing(), and that may cut the connection
-        if self._is_behind and not self._transport.is_closing():
-            self._count_unsent()
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more of a reply should be written now."""
+        return self._out.is_full
 
     def replied(self, client: Client) -> None:
         """Go on behind a reply that is whole."""
         self._current = None
+        self._let_go(client)
         if not client.keeps_alive or self._is_draining:
             self._part(client)
             return
-        if self._waiting or self._unparsed:
+        if self._waiting or self._backlog:
             self._loop.call_soon(self._go_on)
-        elif not self._is_behind:
+        elif not self._out.is_behind:
             self._read_on()
 
     def close(self) -> None:
@@ -156,7 +149,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport, unless there are too many."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(0)  # each byte that the kernel doesn't take is told of
+        clients, limits = self._clients, self._limits
+        self._out = Outgoing(self._transport, limits.write_buffer_bytes, clients.unsent, clients.counts)
+        self.write = self._out.write
         self._state.connections.add(self)  # type: ignore[arg-type]  # of uvicorn's protocols it needs shutdown()
         self._address = group_of(transport.get_extra_info("peername"))
         try:
@@ -174,16 +169,20 @@ class Connection(asyncio.Protocol):
         self._state.connections.discard(self)
         self._clients.leave(self, self._address)
         self._is_deaf = True
-        self._unparsed = b""
+        self._out.clear()
+        self._backlog.drop()
         if self._lost is not None:
             self._lost.set()
         current, self._current = self._current, None
+        if current is not None:
+            self._let_go(current)
         if current is not None and current.listener is not None:
             current.listener.client_gone()
         unserved = [*self._waiting, *([] if self._incoming is None else [self._incoming])]
         self._waiting.clear()
         self._incoming = None
         for client in unserved:
+            self._let_go(client)
             client.error = ClientGone("the client left before its turn")
             self._app(client)
         del self._parser  # no cycle is left for the collector
@@ -192,28 +191,30 @@ class Connection(asyncio.Protocol):
         """Parse, and serve what is whole."""
         if self._is_deaf:
             return
-        if self._is_behind or len(data) > _AT_ONCE_BYTES:
-            self._unparsed, self._parsed_bytes = data, 0
+        if self._out.is_behind or len(data) > AT_ONCE_BYTES:
+            self._backlog.put(data)
             self._parse_on()
         else:
             self._parse(data)
         if self._waiting:
             self._serve_next()
-        if (self._waiting or self._unparsed) and not self._is_paused:  # I9
+        if (self._waiting or self._backlog) and not self._is_paused:  # I9
             self._is_paused = True
             self._transport.pause_reading()
             self._watch()
+            if not self._backlog.hold(self):  # I9
+                self._refuse(self._clients.bodies.spent())
 
     def pause_writing(self) -> None:
         """Take note that the client is behind."""
-        self._is_behind = True
+        self._out.is_behind = True
         self._watch_unsent()
-        self._count_unsent()
+        self._out.count()
 
     def resume_writing(self) -> None:
         """Let the reply go on, or the next request: the client has all that was written."""
-        was_full, self.is_full, self._is_behind = self.is_full, False, False
-        self._clients.hold_unsent(self, 0)
+        was_full = self._out.is_full
+        self._out.clear()
         self._watch()
         if self._current is None:
             self._go_on()
@@ -273,15 +274,18 @@ class Connection(asyncio.Protocol):
         if declared is not None:
             self._check_size(client, int(declared))  # the parser takes nothing but digits
         if is_1_1 and b"expect" in header:
-            client.is_expectant = True
-            self._invite(client)
+            self._expect(client)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""
         client = self._incoming
-        if client is not None:
-            client.take(body)
+        if client is None:
+            return
+        client.take(body)
+        if client.takes_body:
             self._check_size(client, client.body_bytes)
+            if not self._clients.bodies.hold(self, len(body)):  # I9
+                raise self._clients.bodies.spent()
 
     def on_message_complete(self) -> None:
         """Let the request be served when its turn comes."""
@@ -295,23 +299,18 @@ class Connection(asyncio.Protocol):
     # Requests in, one after the other.
 
     def _parse_on(self) -> None:
-        """Parse what has come until a request is whole; the rest waits, for a Client is larger than a small request."""
-        data = self._unparsed
-        while self._parsed_bytes < len(data) and not (self._waiting or self._is_behind or self._is_deaf):
-            start = self._parsed_bytes
-            end = self._parsed_bytes = self._end_of_piece(data, start)
-            self._parse(memoryview(data)[start:end])
-        if self._is_deaf or self._parsed_bytes >= len(data):
-            self._unparsed = b""
+        """Parse what has come until a request is whole."""
+        backlog = self._backlog
+        while backlog and not (self._waiting or self._out.is_behind or self._is_deaf):
+            self._parse(backlog.take(self._incoming))
+        if self._is_deaf:
+            backlog.drop()
 
-    def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Return up to where to parse at once: a head, a body whose length is known, or not much."""
-        client = self._incoming
-        if client is not None and b"content-length" in client.header:
-            return start + max(int(client.header[b"content-length"]) - client.body_bytes, 1)
-        end = start + _AT_ONCE_BYTES
-        end_of_head = data.find(_END_OF_HEAD, start, end) if client is None else -1
-        return end if end_of_head < 0 else end_of_head + len(_END_OF_HEAD)
+    def _let_go(self, client: Client) -> None:
+        """Count a request's body out."""
+        if client.takes_body:
+            client.takes_body = False
+            self._clients.bodies.release(client.body_bytes)
 
     def _parse(self, data: bytes | memoryview) -> None:
         self._piece_bytes = len(data)
@@ -342,7 +341,7 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Serve the next request, which may have to be parsed first, or read on."""
-        if self._current is not None or self._is_behind:
+        if self._current is not None or self._out.is_behind:
             return
         if not self._waiting:
             self._parse_on()
@@ -352,7 +351,7 @@ class Connection(asyncio.Protocol):
             self._read_on()
 
     def _serve_next(self) -> None:
-        if self._current is None and self._waiting and not self._is_behind:
+        if self._current is None and self._waiting and not self._out.is_behind:
             if self._incoming is None and not self._is_in_head:
                 self.deadline_s = NEVER_S
             client = self._current = self._waiting.popleft()
@@ -396,10 +395,37 @@ class Connection(asyncio.Protocol):
             client = Client(self, b"", b"", [], {}, time.monotonic(), takes_chunks=False, keeps_alive=False)
         self._clients.refused(error)
         client.error = error.with_traceback(None)  # or the error and its frames would hold each other
+        self._let_go(client)
+        client.body()
+        self._answer_unread(client)
+
+    def _answer_unread(self, client: Client) -> None:
+        """Let a request be answered that isn't whole, and hear no more."""
         client.keeps_alive = False
         self._waiting.append(client)
+        self._backlog.drop()
         self._is_deaf = True
         self._is_in_head = False
+
+    @property
+    def incoming_bytes(self) -> int:
+        """How much there is of a body that isn't whole yet."""
+        client = self._incoming
+        return client.body_bytes if client is not None and client.takes_body else 0
+
+    def refuse(self, error: RouterError) -> None:
+        """Answer the request that isn't whole yet with an error."""
+        self._refuse(error)
+        self._serve_next()
+
+    def _expect(self, client: Client) -> None:
+        """Invite a body that will be read, when its turn comes; to any other the answer comes at once."""
+        if client.takes_body or not (b"content-length" in client.header or b"transfer-encoding" in client.header):
+            client.is_expectant = True
+            self._invite(client)
+        else:
+            self._incoming = None
+            self._answer_unread(client)
 
     def _invite(self, client: Client) -> None:
         """Tell a client that waits for it to send its body; not before its turn."""
@@ -412,7 +438,7 @@ class Connection(asyncio.Protocol):
 
     def _watch(self) -> None:
         """Say by when the client must have sent what is next: a head, a body, or another request."""
-        if self._is_behind or self._transport.is_closing():
+        if self._out.is_behind or self._transport.is_closing():
             return
         client, limits = self._incoming, self._limits
         now_s = self._loop.time()
@@ -424,7 +450,8 @@ class Connection(asyncio.Protocol):
         elif self._is_in_head:
             self.deadline_s = self._since_s + limits.head_timeout_s
         elif client is not None:
-            self.deadline_s = self._since_s + limits.body_timeout_s + client.body_bytes / limits.body_bytes_per_s
+            allowed_s = limits.body_timeout_s + client.body_bytes / limits.body_bytes_per_s
+            self.deadline_s = min(self._since_s + allowed_s, now_s + limits.body_timeout_s)
         elif self._current is not None or self._waiting:
             self.deadline_s = NEVER_S
         else:
@@ -432,25 +459,14 @@ class Connection(asyncio.Protocol):
 
     def _watch_unsent(self) -> None:
         """Say by when the client must have taken some of what was written."""
-        self._untaken_bytes = self.measure()
+        self._out.mark()
         self.deadline_s = self._loop.time() + self._limits.write_timeout_s
-
-    def measure(self) -> int:
-        """Return how many bytes wait to be sent."""
-        return self._transport.get_write_buffer_size()
-
-    def _count_unsent(self) -> None:
-        unsent_bytes = self.measure()
-        if unsent_bytes > self._limits.write_buffer_bytes and not self.is_full:  # I9
-            self.is_full = True
-            self._clients.counts["write_buffer_full"] += 1
-        self._clients.hold_unsent(self, unsent_bytes)
 
     def expire(self) -> None:
         """The client's time is over."""
         self.deadline_s = NEVER_S
-        if self._is_behind or self._transport.is_closing():
-            if self.measure() < self._untaken_bytes:
+        if self._out.is_behind or self._transport.is_closing():
+            if self._out.has_moved:
                 self._watch_unsent()
             else:
                 self._clients.counts["write_timeout"] += 1
@@ -459,8 +475,7 @@ class Connection(asyncio.Protocol):
             self.close()
         elif self._is_in_head or self._incoming is not None:
             what = "head" if self._is_in_head else "body"
-            self._refuse(SenderTimeout(f"the request's {what} didn't come in time (client_{what}_timeout_secs)"))
-            self._serve_next()
+            self.refuse(SenderTimeout(f"the request's {what} didn't come in time (client_{what}_timeout_secs)"))
         else:
             self._clients.counts["idle_timeout"] += 1
             self.close()
@@ -468,7 +483,7 @@ class Connection(asyncio.Protocol):
     def _part(self, client: Client) -> None:
         """Close behind a last reply; from a client that is still sending, so that the reply isn't lost to a reset."""
         self._is_deaf = True
-        self._unparsed = b""
+        self._backlog.drop()
         if client.is_whole or self._transport.is_closing():
             self.close()
         else:

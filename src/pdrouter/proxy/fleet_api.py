@@ -116,8 +116,14 @@ class FleetApi:
             b"/health_generate": (_GET, self._generate),
         }
 
-    def reads(self, client: Client) -> bool:
-        """Whether a request's body is needed."""
+    def opened(self, client: Client) -> bool:
+        """Take a request's head; return whether its body is needed.
+
+        Raises: RouterError.
+        """
+        if client.method not in _GET and self._action(client) is not None:
+            check_once(client.headers, (AUTHORIZATION, API_KEY))
+            self.check_key(client)
         is_adding = client.path == _WORKERS and client.method == b"POST"
         return is_adding or (client.path.startswith(_WORKER) and client.method == b"PUT")
 
@@ -145,9 +151,6 @@ class FleetApi:
     def _act(self, client: Client, action: Callable[[Client], None]) -> None:
         if client.error is not None:
             raise client.error
-        if client.method not in _GET:
-            check_once(client.headers, (AUTHORIZATION, API_KEY))
-            self.check_key(client)
         action(client)
 
     def check_key(self, client: Client) -> None:

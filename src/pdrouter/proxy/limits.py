@@ -13,6 +13,7 @@ from typing import Final, Protocol
 import msgspec
 
 from pdrouter.errors import RouterError, TooManyConnections
+from pdrouter.proxy.budgets import BodyBudget, Sender, WriteBudget
 
 NEVER_S: Final = math.inf
 
@@ -24,9 +25,6 @@ _MAX_LOOK_S = 1.0
 _EXPIRED_AT_ONCE = 8
 _EXPIRY_PAUSE_S = 0.005
 """Connections ended in one turn of the loop, and the time until the next; chosen by ``benchmarks/slow_senders.py``."""
-
-_KEPT_SHARE = 7 / 8
-"""Of a budget that is spent, what is left to its holders: a look at all of them makes that much room; chosen."""
 
 _MAX_PARTING = 256
 """Connections beyond the limit that are told so; more are closed without a word (I9)."""
@@ -48,50 +46,50 @@ class ClientLimits(msgspec.Struct, frozen=True):
     write_timeout_s: float
     write_buffer_bytes: int
     write_budget_bytes: int
+    body_budget_bytes: int
 
 
-class Watched(Protocol):
-    """A connection; ``deadline_s`` is by the loop's clock, ``unsent_bytes`` is what ``hold_unsent()`` was told last."""
+class Watched(Sender, Protocol):
+    """A connection; ``deadline_s`` is by the loop's clock."""
 
     deadline_s: float
-    unsent_bytes: int
-
-    def measure(self) -> int:
-        """Return how many bytes wait to be sent; ``unsent_bytes`` is what was counted last."""
-        ...
-
-    def abort(self) -> None:
-        """Close at once."""
 
     def expire(self) -> None:
         """The deadline has passed; set another, or end."""
 
 
 class Clients:
-    """All connections of clients: how many there are, of whom, what they hold, and which have lost their time.
+    """All connections of clients: how many there are, how many of whom, and which have lost their time.
 
     ``counts`` are events since the start, by name. Once it ``is_draining``, each reply is the last of its connection.
-    ``unsent_bytes`` wait to be sent, on all connections.
+    ``bodies`` and ``unsent`` are the memory that they share.
     """
 
     def __init__(self, limits: ClientLimits) -> None:
-        self.set_limits(limits)
         self.counts: Counter[str] = Counter()
         self.is_draining = False
-        self.unsent_bytes = 0
         self._all: set[Watched] = set()
+        self.bodies = BodyBudget(limits.body_budget_bytes, self._all)
+        self.unsent = WriteBudget(limits.write_budget_bytes, self.counts)
+        self.set_limits(limits)
         self._by_address: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
     def set_limits(self, limits: ClientLimits) -> None:
         """Use other limits; connections that are there keep theirs, but count."""
         self.limits = limits
+        self.bodies.limit_bytes = limits.body_budget_bytes
+        self.unsent.limit_bytes = limits.write_budget_bytes
         times_s = (limits.head_timeout_s, limits.body_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
         self._look_s = min(_MAX_LOOK_S, min(times_s) / _LOOKS)
 
     def counters(self) -> Counter[str]:
         """Return the events counted since the start."""
         return self.counts
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes that count in each budget now."""
+        return {"bodies": self.bodies.held_bytes, "unsent": self.unsent.held_bytes}
 
     def join(self, connection: Watched, address: str) -> None:
         """Take in a connection, and look after it until it has left; its address is as ``group_of()`` says.
@@ -112,7 +110,6 @@ class Clients:
 
     def leave(self, connection: Watched, address: str) -> None:
         """Let go of a connection."""
-        self.hold_unsent(connection, 0)
         self._all.discard(connection)
         self._by_address[address] -= 1
         if not self._by_address[address]:
@@ -127,30 +124,6 @@ class Clients:
     def refused(self, error: RouterError) -> None:
         """Count a refusal."""
         self.counts[error.code] += 1
-
-    def hold_unsent(self, connection: Watched, unsent_bytes: int) -> None:
-        """Take note of how many bytes wait to be sent on a connection; with too many in all, some are cut."""
-        self.unsent_bytes += unsent_bytes - connection.unsent_bytes
-        connection.unsent_bytes = unsent_bytes
-        if unsent_bytes and self.unsent_bytes > self.limits.write_budget_bytes:  # I9
-            self._cut_unsent()
-
-    def _cut_unsent(self) -> None:
-        """End the connections with most unsent bytes, so many that the next look is some time away."""
-        behind = [one for one in self._all if one.unsent_bytes]
-        for one in behind:
-            measured = one.measure()
-            self.unsent_bytes += measured - one.unsent_bytes
-            one.unsent_bytes = measured
-        budget = self.limits.write_budget_bytes
-        if self.unsent_bytes <= budget:
-            return
-        behind.sort(key=_unsent_bytes)
-        while behind and self.unsent_bytes > budget * _KEPT_SHARE:
-            one = behind.pop()
-            self.counts["write_budget"] += 1
-            self.hold_unsent(one, 0)
-            one.abort()
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -167,10 +140,6 @@ class Clients:
                 connection.expire()
         if late:
             loop.call_later(_EXPIRY_PAUSE_S, self._expire, late)
-
-
-def _unsent_bytes(connection: Watched) -> int:
-    return connection.unsent_bytes
 
 
 def group_of(peer: object) -> str:

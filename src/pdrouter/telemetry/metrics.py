@@ -70,7 +70,11 @@ class Metrics:
 
     def add_counters(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Show counters that somebody else keeps, labelled ``event``."""
-        self.registry.register(_ReadCollector(name, help_text, read))
+        self.registry.register(_ReadCollector(CounterMetricFamily(name, help_text, labels=["event"]), read))
+
+    def add_gauges(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show levels that somebody else keeps, labelled ``of``."""
+        self.registry.register(_ReadCollector(GaugeMetricFamily(name, help_text, labels=["of"]), read))
 
     def began(self) -> None:
         """Count a request in."""
@@ -117,16 +121,15 @@ class _DataPlaneCollector(Collector):
 
 
 class _ReadCollector(Collector):
-    def __init__(self, name: str, help_text: str, read: Callable[[], Mapping[str, int]]) -> None:
-        self._name = name
-        self._help = help_text
+    def __init__(self, family: CounterMetricFamily | GaugeMetricFamily, read: Callable[[], Mapping[str, int]]) -> None:
+        self._family = family
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._help, labels=["event"])
-        for event, count in self._read().items():
-            family.add_metric([event], count)
-        yield family
+        self._family.samples = []
+        for label, count in self._read().items():
+            self._family.add_metric([label], count)
+        yield self._family
 
 
 class _RouterCollector(Collector):

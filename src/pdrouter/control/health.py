@@ -1,21 +1,23 @@
 """Who is ready: first contact, then probes with thresholds both ways; what the engine tells of itself is taken in.
 
 What the traffic meets counts as well: a connection that is refused is a failed probe, and the next follows at once. An
-engine that has begun anew is described anew, and its cache is forgotten. Facts go to the core as events; nothing here
-decides who serves a request.
+engine that has begun anew is described anew, and its cache is forgotten; one that hasn't told everything yet is asked
+again (``description.py``). Facts go to the core as events; nothing here decides who serves a request.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 import structlog
 
+from pdrouter.control.description import Description, contradictions
 from pdrouter.control.discovery import Found
 from pdrouter.control.probe import Prober
 from pdrouter.core.events import EndpointDescribed, EndpointRestarted, ReadinessChanged
-from pdrouter.core.fleet import HEALTH, Endpoint
+from pdrouter.core.fleet import HEALTH, Endpoint, Role
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Described, Engine
 from pdrouter.errors import ConnectFailed, PoolExhausted, RouterError
@@ -24,9 +26,6 @@ NOT_REACHED = "not reached yet"
 
 _HURRY_S = 0.05
 """Shortest time between two probes that failures of the traffic ask for; chosen."""
-
-_LASTING = ("version", "dp_size", "dp_attention", "rank_base", "kv_capacity_tokens", "kv_engine_ids")
-"""What an engine tells that doesn't change while it runs."""
 
 _TOLD = tuple(name for name in Described.__struct_fields__ if name in Endpoint.__struct_fields__)
 """What an engine tells that is kept of its endpoint."""
@@ -72,6 +71,8 @@ class HealthWatch:
         self._is_up = False
         self._failures = 0
         self._is_anew = False  # to be described anew
+        self._description = Description(engine.tells)
+        self._contradiction: str | None = None
         self._restart = ""  # why it must have begun anew, once it answers again
         self._hurry = asyncio.Event()
         self._log = structlog.stdlib.get_logger("pdrouter.health").bind(endpoint=found.endpoint.address)
@@ -79,7 +80,7 @@ class HealthWatch:
     async def run(self) -> None:
         """Reach the endpoint, then probe it for ever."""
         while (problem := await self._contact()) is not None:
-            self._set_ready(f"{NOT_REACHED}: {problem}")
+            self._set_ready(self._contradiction or f"{NOT_REACHED}: {problem}")
             await asyncio.sleep(self.options.startup_interval_s)
         self._is_reached = True
         while True:
@@ -98,12 +99,19 @@ class HealthWatch:
     def restarted(self, why: str) -> None:
         """The endpoint has begun anew; what it is now isn't known yet."""
         self._tell_restart(why)
+        self._description.forget()
         self._is_anew = True
         self._hurry.set()
 
+    def reported(self, unknown_rank: int | None) -> None:
+        """Its load was reported; ``unknown_rank`` is a rank in the report that it isn't known to have."""
+        if self._description.reported(unknown_rank, self._clock()):
+            self._hurry.set()
+
     def change(self, found: Found) -> None:
         """The settings say something else of the endpoint; what it has told stands where they don't."""
-        told = {name: getattr(self._endpoint, name) for name in _told_names(found.fixed)}
+        told: dict[str, object] = {name: getattr(self._endpoint, name) for name in _told_names(found.fixed)}
+        told["warning"] = self._description.warning
         self._endpoint, self._fixed = msgspec.structs.replace(found.endpoint, **told), found.fixed
         self._router.observe(EndpointDescribed(self._endpoint), self._clock())
         self._is_anew = True
@@ -112,11 +120,26 @@ class HealthWatch:
     async def _until_failing(self) -> None:
         self._is_up, self._failures = True, 0
         while self._is_up and await self._pause():
-            problem = await (self._contact() if self._is_anew else self._probe())
-            if problem is None:
+            problem = await self._check()
+            if self._contradiction is not None:
+                self._take_out(self._contradiction)
+            elif problem is None:
                 self._failures = 0
             else:
                 self._count(problem)
+
+    async def _check(self) -> str | None:
+        """Probe an endpoint that is in use, and describe it if that is due; return what is wrong with it."""
+        if self._is_anew:
+            return await self._contact()
+        is_due = self._description.due_s <= self._clock()
+        if is_due:
+            self._description.begin(self._clock(), self.options.startup_interval_s)
+        problem = None if self.options.is_disabled else await self._probe()
+        if problem is None and is_due:
+            with suppress(RouterError):  # it has told enough to be used
+                await self._describe()
+        return problem
 
     def _count(self, problem: str) -> None:
         """Count a failure; at the threshold the endpoint is out."""
@@ -124,8 +147,11 @@ class HealthWatch:
             return
         self._failures += 1
         if self._is_up and self._failures >= self.options.failure_threshold:
-            self._is_up = False
-            self._set_ready(f"{self._failures} health checks failed in a row: {problem}")
+            self._take_out(f"{self._failures} health checks failed in a row: {problem}")
+
+    def _take_out(self, reason: str) -> None:
+        self._is_up = False
+        self._set_ready(reason)
 
     async def _until_recovered(self) -> None:
         successes = 0
@@ -133,12 +159,16 @@ class HealthWatch:
             await asyncio.sleep(self.options.interval_s)
             problem = await self._contact()
             successes = successes + 1 if problem is None else 0
+            if self._contradiction is not None:
+                self._set_ready(self._contradiction)
         self._hurry.clear()
 
     async def _pause(self) -> bool:
         """Wait until it is time for a probe, or something asks for one; ``False`` if the endpoint is out by then."""
+        interval_s = math.inf if self.options.is_disabled else self.options.interval_s
+        wait_s = min(interval_s, self._description.due_s - self._clock())
         with suppress(TimeoutError):
-            async with asyncio.timeout(None if self.options.is_disabled else self.options.interval_s):
+            async with asyncio.timeout(None if wait_s == math.inf else max(0.0, wait_s)):
                 await self._hurry.wait()
                 await asyncio.sleep(_HURRY_S)
         self._hurry.clear()
@@ -146,12 +176,12 @@ class HealthWatch:
 
     async def _contact(self) -> str | None:
         """Probe the endpoint and let it tell of itself; return what is wrong with it."""
-        problem = await self._probe() or await self._describe()
-        if problem is None:
-            self._is_anew = False
-            if self._restart:
-                self._tell_restart(self._restart)
-        return problem
+        self._contradiction = None
+        self._description.begin(self._clock(), self.options.startup_interval_s)
+        try:
+            return await self._probe() or await self._describe()
+        except RouterError as error:
+            return error.message
 
     async def _probe(self) -> str | None:
         try:
@@ -167,25 +197,40 @@ class HealthWatch:
     def _refused(self) -> None:
         """Nobody listens at the port: whoever does later is another process."""
         if self._is_reached:
+            self._description.forget()
             self._is_anew = True
             self._restart = "it had refused connections"
 
     async def _describe(self) -> str | None:
+        """Let the endpoint tell of itself; return what is wrong with that.
+
+        Raises: RouterError if it doesn't answer.
+        """
         endpoint = self._endpoint
         groups = [[(endpoint, path) for path in paths] for paths in self._engine.info_paths]
         bootstrap_path = self._engine.bootstrap_path(endpoint)
         if bootstrap_path is not None and endpoint.bootstrap_port is not None:
             groups.append([(_at_port(endpoint, endpoint.bootstrap_port), bootstrap_path)])
-        try:
-            told = [found for group in groups if (found := await self._ask(group)) is not None]
-        except RouterError as error:
-            return error.message
+        told = [found for group in groups if (found := await self._ask(group)) is not None]
         if not told and groups:
             self._log.info("the engine doesn't tell of itself; the settings stand")
-        problem = self._take_in(told)
-        if problem is None and bootstrap_path is not None and not self._endpoint.kv_engine_ids:
+        self._contradiction = self._take_in(told)
+        if self._contradiction is not None:
+            return self._contradiction
+        self._described(endpoint, told)
+        if bootstrap_path is not None and not self._endpoint.kv_engine_ids:
             return f"{bootstrap_path} at its bootstrap port doesn't name its KV engines"
-        return problem
+        self._is_anew = False
+        if self._restart:
+            self._tell_restart(self._restart)
+        return None
+
+    def _described(self, before: Endpoint, told: Sequence[Described]) -> None:
+        """Take note of a whole description: what is missing, and what doesn't add up."""
+        self._description.take(before, self._endpoint, _values(told).keys())
+        contradiction = next((one.contradiction for one in told if one.contradiction is not None), None)
+        if self._description.warn(self._endpoint, contradiction):
+            self._tell_warning()
 
     async def _ask(self, group: Sequence[tuple[Endpoint, str]]) -> Described | None:
         """Return what the first of these that is understood tells."""
@@ -197,25 +242,30 @@ class HealthWatch:
         return None
 
     def _take_in(self, told: Iterable[Described]) -> str | None:
-        endpoint = self._endpoint
-        news = {
-            name: value
-            for described in told
-            for name, value in msgspec.structs.asdict(described).items()
-            if name in _TOLD and name not in self._fixed and value is not None
-        }
-        role = news.get("role", endpoint.role)
-        if role is not endpoint.role:
-            return f"configured as {endpoint.role}, but the engine says that it is {role}"
+        """Change the endpoint to what is told; return where that contradicts the settings."""
+        endpoint, values = self._endpoint, _values(told)
+        contradiction = "; ".join(contradictions(endpoint, self._fixed, values))
+        if contradiction:
+            return contradiction
+        if endpoint.role is not Role.PREFILL:
+            values.pop("bootstrap_port", None)  # what others tell is a default that they don't use
+        news = {name: value for name, value in values.items() if name in _TOLD and name not in self._fixed}
         described = msgspec.structs.replace(endpoint, **news)
         if described != endpoint:
-            lasting = [name for name in _LASTING if getattr(described, name) != getattr(endpoint, name)]
-            if lasting and self._is_reached and not self._is_anew:
-                self._restart = f"it tells another {lasting[0]}"
+            change = self._description.changed(endpoint, described, is_in_use=self._is_up)
+            if change is not None and not self._is_anew:
+                self._restart = f"it tells another {change}"
             self._endpoint = described
             self._router.observe(EndpointDescribed(described), self._clock())
             self._log.info("described", model=described.model, dp_size=described.dp_size, version=described.version)
         return None
+
+    def _tell_warning(self) -> None:
+        warning = self._description.warning
+        self._endpoint = msgspec.structs.replace(self._endpoint, warning=warning)
+        self._router.observe(EndpointDescribed(self._endpoint), self._clock())
+        if warning is not None:
+            self._log.warning("the number of ranks doesn't add up", reason=warning)
 
     def _tell_restart(self, why: str) -> None:
         self._restart = ""
@@ -231,6 +281,16 @@ class HealthWatch:
                 self._log.info("ready")
             else:
                 self._log.warning("out", reason=out)
+
+
+def _values(told: Iterable[Described]) -> dict[str, object]:
+    """Return what is told, by name; of several the last."""
+    return {
+        name: value
+        for described in told
+        for name, value in msgspec.structs.asdict(described).items()
+        if value is not None
+    }
 
 
 def _told_names(fixed: frozenset[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from pdrouter.control.description import unknown_rank
 from pdrouter.control.probe import Prober
 from pdrouter.core.events import LoadMissing, LoadReported
 from pdrouter.core.load import RankReport
@@ -33,6 +34,9 @@ class Listener(Protocol):
 
     def restarted(self, why: str) -> None:
         """It has begun anew."""
+
+    def reported(self, unknown_rank: int | None) -> None:
+        """It told its load; ``unknown_rank`` is a rank that it isn't known to have, if it names one."""
 
 
 class LoadMonitor:
@@ -109,12 +113,6 @@ class LoadMonitor:
             return 0, b""
         return await self._prober.get(endpoint, path, self.options.timeout_s)
 
-    def _local(self, ranks: Sequence[RankReport]) -> Sequence[RankReport]:
-        """Return reports by the endpoint's own numbers of its ranks."""
-        endpoint = self._router.fleet.get(self._address)
-        base = 0 if endpoint is None else endpoint.rank_base
-        return [msgspec.structs.replace(report, rank=report.rank - base) for report in ranks] if base else ranks
-
     def forget_totals(self) -> None:
         """Compare no more with what was told before."""
         self._totals = {}
@@ -142,6 +140,10 @@ class LoadMonitor:
         self._totals = totals
 
     def _tell(self, reply: LoadReply, sent_s: float) -> None:
+        endpoint = self._router.fleet.get(self._address)
+        if endpoint is None:
+            return
+        self._listener.reported(unknown_rank(endpoint, (report.rank for report in reply.ranks)))
         self._check_start(reply.started_unix_s)
         self._check_totals(reply.ranks, reply.unix_s)
         now_s = self._clock()
@@ -150,7 +152,13 @@ class LoadMonitor:
             stamped_s = now_s - (self._wall_clock() - reply.unix_s)
             if stamped_s <= now_s:  # a stamp from the future is another clock's
                 t_report_s = stamped_s
-        self._router.observe(LoadReported(self._address, self._local(reply.ranks), t_report_s), now_s)
+        ranks = _local(reply.ranks, endpoint.rank_base)
+        self._router.observe(LoadReported(self._address, ranks, t_report_s), now_s)
         if self._is_silent:
             self._is_silent = False
             self._log.info("load is reported again")
+
+
+def _local(ranks: Sequence[RankReport], base: int) -> Sequence[RankReport]:
+    """Return reports by the endpoint's own numbers of its ranks, of which ``base`` is the first."""
+    return [msgspec.structs.replace(report, rank=report.rank - base) for report in ranks] if base else ranks

@@ -37,6 +37,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     ``address`` is ``host:port``. ``model`` is ``None`` until the engine has told it. Endpoints may be paired when
     engine, KV transport, group and model agree (I6). ``version`` and ``bootstrap_port`` are the engine's own.
+    ``warning`` says what doesn't add up in what it tells, though it can be used.
     ``profile`` names the timing it is expected to have (``cost.py``), ``gpu`` what it runs on.
     ``dp_size`` is the number of its data-parallel ranks; ``dp_attention`` says that they share one tensor-parallel
     group (SGLang's DP attention) instead of being replicas.
@@ -61,6 +62,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: bool = False
     bootstrap_port: int | None = None
     version: str | None = None
+    warning: str | None = None
     profile: str | None = None
     gpu: str | None = None
     rank_base: int = 0

@@ -169,6 +169,9 @@ class Engine(Protocol):
     info_paths: Sequence[Sequence[str]]
     """Where it tells of itself: of each group of paths the first that is understood."""
 
+    tells: Collection[str]
+    """Names of ``Described`` that each server of it tells once it runs; while one is missing it is asked again."""
+
     load_paths: Sequence[str]
     """Where it tells its load, the newest first; none if it doesn't."""
 

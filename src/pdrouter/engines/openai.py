@@ -3,7 +3,7 @@
 Nothing is known of its ranks and its load but what the ledger says. A closed connection ends a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Endpoint
@@ -16,6 +16,7 @@ class OpenAi:
 
     kv_transports: Sequence[str] = ("none",)
     info_paths: Sequence[Sequence[str]] = (("/v1/models",),)
+    tells: Collection[str] = ("model",)
     load_paths: Sequence[str] = ()
 
     def traits(self, _kv_transport: str) -> Traits:

@@ -3,7 +3,7 @@
 Source: SGLang 0.5.x (``io_struct.py``, ``http_server.py``, ``disaggregation/``); see docs/engines.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 
@@ -48,6 +48,7 @@ class Sglang:
 
     kv_transports: Sequence[str] = ("bootstrap",)
     info_paths: Sequence[Sequence[str]] = (("/server_info", "/get_server_info"),)
+    tells: Collection[str] = ("role", "model", "dp_size", "version")
     load_paths: Sequence[str] = ("/v1/loads?include=core", "/get_load")
 
     def __init__(self, rank_fields: RankFields) -> None:

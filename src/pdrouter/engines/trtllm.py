@@ -5,7 +5,7 @@ closes. It chooses its ranks itself. Source: TensorRT-LLM 1.2 (``tensorrt_llm/se
 ``openai_disagg_service.py``, ``openai_server.py``); see docs/engines.md.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, TypeVar
 
@@ -68,6 +68,7 @@ class Trtllm:
 
     kv_transports: Sequence[str] = ("native",)
     info_paths: Sequence[Sequence[str]] = (("/v1/models",), ("/version",))
+    tells: Collection[str] = ("model", "version")
     load_paths: Sequence[str] = ("/prometheus/metrics", "/metrics")
 
     def traits(self, _kv_transport: str) -> Traits:

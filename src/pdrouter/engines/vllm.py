@@ -97,6 +97,7 @@ class Vllm:
 
     kv_transports: Sequence[str] = tuple(connector.value for connector in Connector)
     info_paths: Sequence[Sequence[str]] = (("/v1/models",), ("/version",), ("/metrics",))
+    tells: Collection[str] = ("model", "dp_size", "version")
     load_paths: Sequence[str] = ("/metrics",)
 
     def traits(self, kv_transport: str) -> Traits:

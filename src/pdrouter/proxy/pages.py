@@ -192,7 +192,10 @@ class NotReady(Struct, frozen=True):
 
 
 class EndpointPage(Struct, frozen=True):
-    """An endpoint with its ranks; ``out`` says why it takes nothing, ``unassigned`` is the load of no known rank."""
+    """An endpoint with its ranks; ``out`` says why it takes nothing, ``unassigned`` is the load of no known rank.
+
+    ``warning`` says what doesn't add up in what its engine tells.
+    """
 
     address: str
     role: str
@@ -202,6 +205,7 @@ class EndpointPage(Struct, frozen=True):
     model: str | None
     is_ready: bool
     out: str | None
+    warning: str | None
     unassigned: Amount
     ranks: Sequence[RankSnapshot]
 

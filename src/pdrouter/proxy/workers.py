@@ -109,6 +109,7 @@ def worker_of(router: Router, endpoint: Endpoint) -> Worker:
             "group": endpoint.group,
             "version": endpoint.version or "unknown",
             "out": router.fleet.why_out(endpoint.address) or "",
+            "warning": endpoint.warning or "",
             "ranks_out": _ranks_out(router, endpoint.address),
         },
         job_status=None,
@@ -126,6 +127,7 @@ def _endpoint(snapshot: EndpointSnapshot) -> EndpointPage:
         model=endpoint.model,
         is_ready=snapshot.is_ready,
         out=snapshot.out,
+        warning=endpoint.warning,
         unassigned=snapshot.unassigned,
         ranks=snapshot.ranks,
     )

@@ -112,6 +112,16 @@ def page(url: str) -> Any:
         return json.load(reply)
 
 
+def ledger_left(url: str) -> list[str]:
+    """Return what a router's ledger still holds, in words; nothing: it is zero."""
+    fleet = page(f"{url}/debug/fleet")
+    left = [f"{fleet['live_decisions']} live decisions"] if fleet["live_decisions"] else []
+    for endpoint in fleet["endpoints"]:
+        accounts = [endpoint["unassigned"], *(rank["ledger"] for rank in endpoint["ranks"])]
+        left += [f"{endpoint['address']} {account}" for account in accounts if any(account.values())]
+    return left
+
+
 def metric(url: str, name: str, **labels: str) -> float:
     """Return the sum of the series of a metric that have these labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as reply:

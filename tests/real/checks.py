@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import openai
 from openai import AsyncOpenAI
 
-from tests.real.asking import Answer, Question, ask, client_of, metric, page
+from tests.real.asking import Answer, Question, ask, client_of, ledger_left, metric, page
 from tests.real.processes import MODEL, Server
 from tests.real.record import Record
 
@@ -47,19 +47,11 @@ class Fleet:
     async def idle(self) -> tuple[bool, str]:
         """Tell whether the ledger comes to zero and the engines let go of everything, and how soon."""
         began_s = time.monotonic()
-        while rest := [*self._load_left(), *self._work_left()]:
+        while rest := [*ledger_left(self.router.url), *self._work_left()]:
             if time.monotonic() - began_s > GONE_S:
                 return False, f"after {GONE_S:.0f} s still {', '.join(rest)}"
             await asyncio.sleep(_POLL_S)
         return True, f"within {time.monotonic() - began_s:.2f} s"
-
-    def _load_left(self) -> list[str]:
-        fleet = page(f"{self.router.url}/debug/fleet")
-        left = [f"{fleet['live_decisions']} live decisions"] if fleet["live_decisions"] else []
-        for endpoint in fleet["endpoints"]:
-            accounts = [endpoint["unassigned"], *(rank["ledger"] for rank in endpoint["ranks"])]
-            left += [f"{endpoint['address']} {account}" for account in accounts if any(account.values())]
-        return left
 
     def _work_left(self) -> list[str]:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")

@@ -70,7 +70,7 @@ class Server:
 @contextlib.contextmanager
 def vllm(venv: Path, folder: Path, name: str, kv_role: str | None) -> Iterator[Server]:
     """Start vLLM; with ``kv_role`` as one side of a pair whose KV goes by NIXL. It may not answer yet."""
-    port = _free_port()
+    port = free_port()
     command = ["nice", "-n", "10", str(venv / "bin" / "vllm"), "serve", str(venv / MODEL)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
@@ -79,8 +79,8 @@ def vllm(venv: Path, folder: Path, name: str, kv_role: str | None) -> Iterator[S
     if kv_role is not None:
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         command += ["--kv-transfer-config", json.dumps(transfer)]
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
-    with _running(command, folder / f"{name}.log", environment) as process:
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    with running(command, folder / f"{name}.log", environment) as process:
         yield Server(name, f"http://127.0.0.1:{port}", process, folder / f"{name}.log")
 
 
@@ -89,7 +89,7 @@ def router(folder: Path, name: str, flags: Sequence[str]) -> Iterator[Server]:
     """Run pdrouter, ready, on a port that the kernel chose."""
     log = folder / f"{name}.log"
     command = [sys.executable, "-m", "pdrouter", "serve", "--host", "127.0.0.1", "--port", "0", *flags]
-    with _running(command, log, {"PYTHONUNBUFFERED": "1"}) as process:
+    with running(command, log, {"PYTHONUNBUFFERED": "1"}) as process:
         server = Server(name, "", process, log)
         deadline_s = time.monotonic() + ROUTER_START_S
         while (told := _LISTENS.search(log.read_text(errors="replace"))) is None:
@@ -100,9 +100,19 @@ def router(folder: Path, name: str, flags: Sequence[str]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out:
-        process = subprocess.Popen(
+def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command while the block lasts."""
+    process = start(command, log, environment)
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; what it writes is added to ``log``."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -110,13 +120,9 @@ def _running(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
             env={**os.environ, **environment},
             start_new_session=True,
         )
-    try:
-        yield process
-    finally:
-        _end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """End a process, and those of its children that outlive it."""
     children: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -140,7 +146,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,6 +9,10 @@ SEEN_LETTERS = 48
 """Of what was seen, what the table shows; the line of progress has all."""
 
 
+PART_LETTERS = 9
+"""Fewest letters of a part's name to show, however narrow the console is."""
+
+
 class Record:
     """Tells on a console; ``is_good`` while every check held."""
 
@@ -22,6 +26,11 @@ class Record:
     def is_good(self) -> bool:
         """Whether there were checks and all held."""
         return bool(self._rows) and all(held for _, _, held, _ in self._rows)
+
+    def verdict(self, target: str) -> str:
+        """Return the last line of a target: its name, whether all held, and how many didn't."""
+        failed = sum(not row[2] for row in self._rows)
+        return f"{target}: {'ok' if self.is_good else 'failed'} checks={len(self._rows)} failed={failed}"
 
     @property
     def age_s(self) -> float:
@@ -45,8 +54,9 @@ class Record:
     def show(self) -> None:
         """Print the table."""
         table = Table(title=f"{sum(row[2] for row in self._rows)} of {len(self._rows)} held, {self.age_s:.0f} s")
-        for heading in ("part", "promise", "held", "seen"):
-            table.add_column(heading, overflow="ellipsis", no_wrap=True)
+        widths = {"part": PART_LETTERS, "promise": 0, "held": len("held"), "seen": 0}
+        for heading, width in widths.items():
+            table.add_column(heading, overflow="ellipsis", no_wrap=True, min_width=width)
         for part, promise, held, seen in self._rows:
             table.add_row(part, promise, "yes" if held else "NO", " ".join(seen.split())[:SEEN_LETTERS])
         self._console.print(table)

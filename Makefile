@@ -4,6 +4,7 @@ PYTHON ?= $(shell for v in python3.13 python3.12 python3.11 python3; do \
 	$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$v; break; }; done)
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 CLIENTS_VENV ?= .venv-clients
 AIPERF_VENV ?= .venv-aiperf
 BIN := $(VENV)/bin
@@ -15,9 +16,10 @@ TEST_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_S ?= 60
 TEST_VLLM_ARGS ?=
+TEST_SGLANG_ARGS ?=
 AIPERF_ARGS ?=
 
-.PHONY: help demo test test-clients test-vllm aiperf lint format docs bench study study-quick fuzz lock clean
+.PHONY: help demo test test-clients test-vllm test-sglang aiperf lint format docs bench study study-quick fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +48,20 @@ $(VLLM_VENV)/.installed: requirements/vllm.txt tests/real/prepare_vllm.py
 
 test-vllm: $(VENV)/.dev-installed $(VLLM_VENV)/.installed  ## the router in front of real vLLM on this machine's CPU
 	@$(BIN)/python -m tests.real --venv $(VLLM_VENV) $(TEST_VLLM_ARGS)
+
+$(SGLANG_VENV)/.installed: requirements/sglang.txt tests/real/sglang/prepare.py
+	@/sbin/ldconfig -p | grep -q 'libibverbs\.so\.1' || { test "$$(id -u)" = 0 && echo "installing libibverbs1" && \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; } || \
+		{ echo "Mooncake needs libibverbs.so.1: as root, apt-get install libibverbs1"; exit 1; }
+	@test -x $(SGLANG_VENV)/bin/python || { echo "creating $(SGLANG_VENV)"; $(PYTHON) -m venv $(SGLANG_VENV); }
+	@echo "installing SGLang and torch's CPU build (2.8 GB, once)"
+	@$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	@PYTHONPATH=tests/real/sglang/stubs HF_HUB_OFFLINE=1 TQDM_DISABLE=1 \
+		$(SGLANG_VENV)/bin/python tests/real/sglang/prepare.py $(SGLANG_VENV)/models
+	@touch $@
+
+test-sglang: $(VENV)/.dev-installed $(SGLANG_VENV)/.installed  ## the router in front of real SGLang on this machine's CPU
+	@$(BIN)/python -m tests.real.sglang --venv $(SGLANG_VENV) $(TEST_SGLANG_ARGS)
 
 test-clients:  ## the clients' own packages: openai, litellm, langchain-openai, anthropic
 	@$(MAKE) --no-print-directory VENV=$(CLIENTS_VENV) $(CLIENTS_VENV)/.clients-installed
@@ -97,4 +113,4 @@ lock: $(VENV)/.dev-installed  ## renew the hashed requirements
 	@$(LOCK) requirements/aiperf.in -o requirements/aiperf.txt
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -1,0 +1,1 @@
+"""Checks against real SGLang on a CPU; ``make test-sglang`` runs them, ``make test`` doesn't."""

@@ -358,8 +358,12 @@ _EMULATED: Final = {
                     unit="port number", low=0, high=65_535),
     "bootstrap_port": setting("Address", "Port where KV is handed over; 0 lets the kernel choose.",
                               unit="port number", low=0, high=65_535),
-    "load_api": setting("Load", "How it tells its load: /v1/loads (v1), /get_load (legacy), both or none."),
+    "load_api": setting("Load", "How it tells its load: /v1/loads (v1), /get_load (legacy), both, none, or as its "
+                        "version does (auto)."),
     "load_delay": setting("Load", "Age of the load that it tells.", unit="s", low=0, high=3600),
+    "dp_attention": setting("SGLang", "Its ranks share one tensor-parallel group, else they are replicas."),
+    "load_balance_method": setting("SGLang", "Which rank runs a request that names none; auto: as SGLang's default."),
+    "takes_overrides": setting("SGLang", "Read the x-override-* headers."),
     "kv_connector": setting("vLLM", "How KV gets from prefill to decode; unset: nixl, and none for regular engines."),
     "dp_start_rank": setting("vLLM", "First of its ranks, numbered over all servers of a deployment.",
                              unit="rank", low=0, high=65_535),

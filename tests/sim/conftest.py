@@ -163,8 +163,8 @@ def client() -> Client:
 
 @contextlib.asynccontextmanager
 async def make_pair(**settings: Any) -> AsyncIterator[Pair]:
-    """Pair of emulators with these settings; no leg times out unless they say so."""
-    settings = {"speed": FAST, "dp_size": 4, "handshake_timeout_s": 1e6} | settings
+    """Pair of emulators with these settings; no leg times out, a room gives the rank, unless they say so."""
+    settings = {"speed": FAST, "dp_size": 4, "dp_attention": True, "handshake_timeout_s": 1e6} | settings
     async with (
         start_emulator(EmulatorSettings(role="prefill", **settings)) as prefill,
         start_emulator(EmulatorSettings(role="decode", **settings)) as decode,

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, start_emulator
@@ -123,14 +124,14 @@ async def test_the_wrong_prefill_rank_fails_loudly(pair: Any, until: Any, is_dec
     assert pair.prefill.snapshot().errors == {"wrong_prefill_rank": 1}
     assert pair.prefill.snapshot().used_tokens == 6
     await pair.client.send(pair.prefill.url, "/abort_request", {"rid": "x"})
-    assert (await calls[0].finish()).status == 200
+    assert (await calls[0].finish()).status == 500
     assert pair.is_idle
 
 
 async def test_without_a_word_the_prefill_rank_is_room_mod_dp_size(pair: Any) -> None:
-    """A prefill sent elsewhere by its router fails, unless decode is told."""
+    """Decode doesn't find a prefill elsewhere, unless it is told."""
     room = {"bootstrap_room": 4 * 11 + 3}
-    told = {"routed_dp_rank": 1}
+    told = {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 1}
     _, decode = await pair.send("/generate", GENERATE | room)
     assert decode.status == 200
     assert pair.prefill.received[-1].rank == 3
@@ -196,7 +197,8 @@ async def test_a_prefill_that_goes_leaves_decode_hanging_until_aborted(new_pair:
         assert (snapshot.requests, snapshot.used_tokens) == (1, 900_000)
         await pair.client.send(pair.decode.url, "/abort_request", {"rid": "r1"})
         reply = await decode.finish()
-        assert reply.json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert reply.status == 500
+        assert "Decode transfer failed" in reply.json()["message"]
         assert pair.is_idle
 
 
@@ -238,14 +240,14 @@ async def test_a_leg_left_alone_times_out(new_pair: Any) -> None:
 
 async def test_a_prefill_engine_that_dies_is_reached_again_on_its_port(pair: Any) -> None:
     """Connections that broke are made anew for the next room."""
-    settings = EmulatorSettings(role="prefill", speed=200.0, dp_size=4)
+    settings = EmulatorSettings(role="prefill", speed=200.0, dp_size=4, dp_attention=True)
     async with start_emulator(settings) as first:
         port = first.bootstrap_port
         body = GENERATE | pair.bootstrap(bootstrap_port=port)
         call = await pair.client.start(first.url, "/generate", body)
         assert (await pair.client.send(pair.decode.url, "/generate", body)).status == 200
         assert (await call.finish()).status == 200
-    settings = EmulatorSettings(role="prefill", speed=200.0, dp_size=4, bootstrap_port=port or 0)
+    settings = msgspec.structs.replace(settings, bootstrap_port=port or 0)
     async with start_emulator(settings) as second:
         body = GENERATE | pair.bootstrap(bootstrap_port=port)
         call = await pair.client.start(second.url, "/generate", body)

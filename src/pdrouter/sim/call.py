@@ -26,7 +26,7 @@ class Handoff(msgspec.Struct, frozen=True):
 
 
 class RoomHandoff(Handoff, frozen=True):
-    """SGLang: where the legs meet. ``prefill_rank`` None: the room says it."""
+    """SGLang: where the legs meet. ``prefill_rank``: what ``disagg_prefill_dp_rank`` says, None if it isn't said."""
 
     room: int
     address: tuple[str, int]

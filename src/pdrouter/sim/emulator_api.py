@@ -13,7 +13,7 @@ from pdrouter.sim.emulator_settings import MAX_ROOM, EmulatorSettings, EngineErr
 from pdrouter.sim.text import Prompt, echo_text, render_chat
 
 _FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's own name for "no other side" (disaggregation/utils.py)
-_DEFAULT_BOOTSTRAP_PORT = 8998
+DEFAULT_BOOTSTRAP_PORT = 8998
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -55,7 +55,6 @@ class Body(msgspec.Struct, frozen=True):
     routed_dp_rank: object = None
     disagg_prefill_dp_rank: object = None
     data_parallel_rank: object = None
-    decode_dp_rank: object = None
 
 
 _decoder = msgspec.json.Decoder(Body)
@@ -71,7 +70,7 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
         raise EngineError(400, "bad_request", f"invalid request: {error}") from None
     if not kept or not all(prompt.tokens for prompt in kept):
         raise EngineError(400, "bad_request", "the prompt is empty")
-    if not settings.takes_routed_fields:
+    if not (settings.takes_overrides and settings.sglang.takes_overrides):
         headers = {name: value for name, value in headers.items() if not name.startswith("x-override-")}
     choices = _choices(api, body)
     count = len(kept) * choices
@@ -79,7 +78,7 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
     rooms, addresses = _bootstrap(body, headers, settings, count, is_batch=is_batch)
     rids = _rids(headers.get("x-override-rid") or body.rid, count, is_batch=is_batch)
     limit, stops_early = _output_tokens(api, body, settings)
-    rank, prefill_rank = _ranks(body, headers, settings)
+    rank, prefill_rank = _ranks(api, body, headers, settings)
     parts = [
         Part(
             rid=rids[i],
@@ -212,7 +211,7 @@ def _address(host: object, port: object) -> tuple[str, int] | None:
     if host == _FAKE_BOOTSTRAP_HOST:
         return None
     if port is None:
-        return host, _DEFAULT_BOOTSTRAP_PORT
+        return host, DEFAULT_BOOTSTRAP_PORT
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
         raise EngineError(400, "bad_bootstrap_port", f"bootstrap_port must be a port number, got {port!r}")
     return host, port
@@ -235,29 +234,33 @@ def _header_int(headers: Mapping[str, str], name: str, other: object) -> object:
 # Ranks.
 
 
-def _ranks(body: Body, headers: Mapping[str, str], settings: EmulatorSettings) -> tuple[int | None, int | None]:
-    """Own rank and, for decode, the prefill's rank; None where nothing was said."""
-    is_decode = settings.role == "decode"
-    own: object = body.data_parallel_rank
-    other: object = None
-    if is_decode and body.decode_dp_rank is not None:
-        own, other = body.decode_dp_rank, body.data_parallel_rank
-    if settings.takes_routed_fields:
+def _ranks(
+    api: Api, body: Body, headers: Mapping[str, str], settings: EmulatorSettings
+) -> tuple[int | None, int | None]:
+    """Own rank and the prefill's; None where nothing was said.
+
+    Source: ``managers/io_struct.py``, ``managers/tokenizer_manager.py``, ``openai/protocol.py``,
+    ``openai/serving_base.py``. Before 0.5.10 ``disaggregation/decode.py`` takes its own rank for the prefill's.
+    """
+    version = settings.sglang
+    own: object = body.data_parallel_rank if api is Api.GENERATE or version.takes_openai_rank else None
+    other: object = own if settings.role == "decode" else None
+    if version.takes_routed:
         own = own if body.routed_dp_rank is None else body.routed_dp_rank
-        if is_decode and body.disagg_prefill_dp_rank is not None:
-            other = body.disagg_prefill_dp_rank
-        other = _header_int(headers, "x-override-disagg-prefill-dp-rank", other)
-    own = _header_int(headers, "x-data-parallel-rank", own)
-    own = _header_int(headers, "x-override-routed-dp-rank", own)
-    rank = _integer("data_parallel_rank", own)
+        if api is not Api.GENERATE:
+            own = _header_int(headers, "x-data-parallel-rank", own)
+        own = _header_int(headers, "x-override-routed-dp-rank", own)
+        other = _header_int(headers, "x-override-disagg-prefill-dp-rank", body.disagg_prefill_dp_rank)
+    rank = _integer("routed_dp_rank", own)
     if rank is not None and not 0 <= rank < settings.dp_size:
-        text = f"data_parallel_rank={rank} out of range [0, {settings.dp_size - 1}]"
-        raise EngineError(400, "rank_out_of_range", text)
-    return rank, _integer("disagg_prefill_dp_rank", other) if is_decode else None
+        if not version.takes_routed:
+            raise EngineError(500, "rank_out_of_range", f"data_parallel_rank={rank}: the DP controller would crash")
+        raise EngineError(400, "rank_out_of_range", f"routed_dp_rank={rank} out of range [0, {settings.dp_size})")
+    return rank, _integer("disagg_prefill_dp_rank", other)
 
 
 def _own_rank(rank: int | None, room: int | None, settings: EmulatorSettings) -> int | None:
-    if rank is None and room is not None and settings.role == "prefill":
+    if rank is None and room is not None and settings.follows_rooms:
         return room % settings.dp_size
     return rank
 

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from pdrouter.sim.profiles import DEFAULT_PROFILE, load_profile
+from pdrouter.sim.sglang_version import SglangVersion, sglang_version
 from pdrouter.sim.text import BYTES_PER_TOKEN
 
 MAX_ROOM = (1 << 63) - 1
@@ -23,6 +24,10 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     queue has it; else it starts at once and its KV waits in flight. ``tick_s``: timers fire no oftener, so
     chunks of steps shorter than that leave together. ``bootstrap_port``: where the other side fetches KV.
 
+    SGLang: ``dp_attention``: its ranks share one tensor-parallel group, else they are replicas. ``load_balance_method``
+    of its ranks; auto is follow_bootstrap_room for a prefill, else round_robin. ``load_api`` auto: as its version has
+    it. ``takes_overrides``: what ``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` switches on.
+
     vLLM: ``kv_connector`` None is nixl for prefill and decode, and none for regular engines. ``dp_start_rank``: the
     first of its ranks, which are numbered over all servers of a deployment. ``kv_hold_timeout_s`` (engine): how long
     an answered prefill keeps its KV, TensorRT-LLM's too. ``storage_dir``: the store of shared_storage.
@@ -39,7 +44,7 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     bootstrap_port: int = 0
     model: str = "emulated"
-    load_api: Literal["both", "v1", "legacy", "none"] = "both"
+    load_api: Literal["auto", "both", "v1", "legacy", "none"] = "auto"
     stream_interval: int = 1
     kv_capacity_tokens: int | None = None
     load_delay: float = 0.0
@@ -50,6 +55,9 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: float = 300.0
     waits_for_decode: bool = False
     tick_s: float = 0.001
+    dp_attention: bool = False
+    load_balance_method: Literal["auto", "round_robin", "follow_bootstrap_room"] = "auto"
+    takes_overrides: bool = False
     kv_connector: Literal["nixl", "mooncake", "p2p_nccl", "shared_storage"] | None = None
     dp_start_rank: int = 0
     kv_hold_timeout_s: float = 480.0
@@ -79,10 +87,26 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.server_version or _VERSIONS[self.engine]
 
     @property
-    def takes_routed_fields(self) -> bool:
-        """Whether this version of SGLang knows ``routed_dp_rank`` and the ``x-override-*`` headers."""
-        parts = self.version.split(".")[:3]
-        return [int(part) if part.isdigit() else 0 for part in parts] >= [0, 5, 10]
+    def sglang(self) -> SglangVersion:
+        """What its version of SGLang does."""
+        return sglang_version(self.version)
+
+    @property
+    def follows_rooms(self) -> bool:
+        """SGLang: whether a request that names no rank runs on the one that its room gives."""
+        if self.sglang.always_follows:
+            return self.role != "regular"
+        if self.load_balance_method == "auto":
+            return self.role == "prefill"
+        return self.load_balance_method == "follow_bootstrap_room"
+
+    @property
+    def load_paths(self) -> frozenset[str]:
+        """SGLang: where it tells its load."""
+        v1, legacy = self.sglang.has_loads, self.sglang.has_get_load
+        if self.load_api != "auto":
+            v1, legacy = self.load_api in {"both", "v1"}, self.load_api in {"both", "legacy"}
+        return frozenset(["/v1/loads"] * v1 + ["/get_load"] * legacy)
 
 
 class EngineError(Exception):

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pdrouter.sim.call import Api, Call
-from pdrouter.sim.emulator_api import read_call
+from pdrouter.sim.emulator_api import DEFAULT_BOOTSTRAP_PORT, read_call
 from pdrouter.sim.emulator_kind import Routes
 from pdrouter.sim.emulator_replies import DONE, Reply, event, make_reply
 from pdrouter.sim.emulator_settings import EngineError
 from pdrouter.sim.faults import FaultRule
 from pdrouter.sim.http_exchange import Exchange
+from pdrouter.sim.job import Phase
 from pdrouter.sim.live_engine import LiveEngine
 from pdrouter.sim.load_reports import LoadReports
 from pdrouter.sim.load_samples import LoadSamples
@@ -24,6 +25,9 @@ _APIS: Mapping[str, Api] = {
     "/v1/chat/completions": Api.CHAT,
     "/v1/completions": Api.COMPLETION,
 }
+
+
+_WAITING_PHASES = frozenset({Phase.BOOTSTRAP, Phase.INFLIGHT, Phase.PREALLOC, Phase.TRANSFER})
 
 
 class _AbortBody(msgspec.Struct, frozen=True):
@@ -73,10 +77,8 @@ class SglangKind:
             table[path] = {"GET": self._server_info}
         for path in ("/model_info", "/get_model_info"):
             table[path] = {"GET": self._model_info}
-        if self._settings.load_api in {"both", "v1"}:
-            table["/v1/loads"] = {"GET": self._loads}
-        if self._settings.load_api in {"both", "legacy"}:
-            table["/get_load"] = {"GET": self._legacy_load}
+        loads = {"/v1/loads": self._loads, "/get_load": self._legacy_load}
+        table |= {path: {"GET": loads[path]} for path in self._settings.load_paths}
         table["/v1/models"] = {"GET": self._models}
         table["/metrics"] = {"GET": self._metrics}
         table["/abort_request"] = {"POST": self._abort}
@@ -88,31 +90,43 @@ class SglangKind:
 
     async def _server_info(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
         settings, engine = self._settings, self._engine
-        role = None if settings.role == "regular" else settings.role
         await exchange.reply_json(
             200,
             {
                 "model_path": engine.profile.model,
                 "served_model_name": settings.model,
                 "tp_size": engine.profile.tp,
-                "dp_size": settings.dp_size,
-                "disaggregation_mode": role,
-                "disaggregation_bootstrap_port": engine.handshake.port,
-                "load_balance_method": "follow_bootstrap_room" if role == "prefill" else "round_robin",
+                **self._ranks(),
+                "disaggregation_mode": self._mode,
+                "disaggregation_bootstrap_port": engine.handshake.port or DEFAULT_BOOTSTRAP_PORT,
+                "load_balance_method": "follow_bootstrap_room" if settings.follows_rooms else "round_robin",
                 "version": settings.version,
                 "max_total_num_tokens": engine.kv_capacity_tokens,
                 "max_running_requests": engine.profile.max_batch,
                 "max_prefill_tokens": 2 * engine.profile.prefill_chunk_tokens,
                 "chunked_prefill_size": engine.profile.prefill_chunk_tokens,
                 "stream_interval": settings.stream_interval,
+                "internal_states": [{"last_gen_throughput": 0.0} for _ in range(settings.dp_size)],
                 "emulator_profile": settings.profile,
                 "emulator_speed": settings.speed,
             },
         )
 
+    @property
+    def _mode(self) -> str:
+        return "null" if self._settings.role == "regular" else self._settings.role
+
+    def _ranks(self) -> dict[str, object]:
+        """Source: ``server_args.py``, since 0.5.22 ``arg_groups/parallel_hook.py``."""
+        size, dp_attention = self._settings.dp_size, self._settings.dp_attention
+        told: dict[str, object] = {"dp_size": size, "enable_dp_attention": dp_attention}
+        if self._settings.sglang.splits_dp_size:
+            told |= {"dp_size": 1, "attn_dp_size": size} if dp_attention else {"attn_dp_size": 1}
+        return told
+
     async def _model_info(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
         path = self._engine.profile.model
-        info = {"model_path": path, "tokenizer_path": path, "is_generation": True}
+        info = {"model_path": path, "tokenizer_path": path, "is_generation": True, "disaggregation_mode": self._mode}
         await exchange.reply_json(200, info)
 
     async def _models(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
@@ -136,8 +150,21 @@ class SglangKind:
         except msgspec.MsgspecError as error:
             await exchange.fail(EngineError(400, "bad_request", f"invalid request: {error}"))
             return
-        self._engine.abort_matching(body.rid or "", is_all=body.abort_all)
+        if body.abort_all:
+            self._engine.abort_matching("", is_all=True)
+        for ticket in self._engine.named(body.rid or ""):
+            self._end(ticket)
         await exchange.reply(200, b"")
+
+    def _end(self, ticket: Ticket) -> None:
+        """End a request as an abort does: one that waits for its other leg fails."""
+        phase = ticket.job.phase
+        if phase not in _WAITING_PHASES:
+            self._engine.abort(ticket)
+            return
+        side = "Decode" if phase in {Phase.PREALLOC, Phase.TRANSFER} else "Prefill"
+        text = f"{side} transfer failed for request rank={ticket.rank} req.rid={ticket.rid!r}: Aborted by AbortReq."
+        self._engine.fail(ticket, EngineError(500, "aborted", text))
 
     async def _flush(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
         is_done = self._engine.flush_cache()

@@ -137,17 +137,22 @@ class RoomBook:
 
 
 class PrefillRooms(Generic[LegT]):
-    """Prefill side: joins the request of a room with the decode side that wants its KV."""
+    """Prefill side: joins the request of a room with the decode side that wants its KV.
+
+    ``asked_rank`` is the rank that a decode side asks which wasn't told the prefill's; ``None`` if it never finds it.
+    """
 
     def __init__(
         self,
         dp_size: int,
+        asked_rank: Callable[[LegT], int | None],
         *,
         on_met: Callable[[LegT], None],
         on_done: Callable[[LegT], None],
         on_failed: Callable[[LegT | None, EngineError], None],
     ) -> None:
         self._dp_size = dp_size
+        self._asked_rank = asked_rank
         self._on_met = on_met
         self._on_done = on_done
         self._on_failed = on_failed
@@ -234,7 +239,9 @@ class PrefillRooms(Generic[LegT]):
         if leg is None:
             return
         number = _room_number(leg)
-        asked = number % self._dp_size if want.rank is None else want.rank
+        asked = self._asked_rank(leg) if want.rank is None else want.rank
+        if asked is None:
+            return  # the decode side never learns whom to ask
         if asked != leg.rank:
             room.want = None
             text = f"KV of bootstrap_room {number} is on prefill rank {leg.rank}, decode asked rank {asked}"

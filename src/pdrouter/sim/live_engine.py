@@ -107,6 +107,15 @@ class LiveEngine:
             self.abort(ticket)
         return len(found)
 
+    def named(self, rid: str) -> list[Ticket]:
+        """Return the request of that id and then all whose ids begin with it; none if there is no request of that id.
+
+        Source: SGLang's ``tokenizer_manager.py`` drops an abort of an id that it doesn't know, and its ``scheduler.py``
+        compares beginnings.
+        """
+        tickets = self._tickets.values()
+        return [t for t in tickets if t.rid.startswith(rid)] if any(t.rid == rid for t in tickets) else []
+
     def flush_cache(self) -> bool:
         """Empty the prefix caches; refused while there are requests."""
         if self._tickets:

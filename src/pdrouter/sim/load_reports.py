@@ -26,12 +26,12 @@ class LoadReports:
         """Reply of ``/v1/loads`` with the sections asked for (none named: all)."""
         sample = self._samples.told(rules)
         loads = [self._v1_rank(load, include) for load in sample.loads]
-        return {
-            "timestamp": sample.wall.isoformat(),
-            "version": self._engine.settings.version,
-            "dp_rank_count": len(loads),
-            "loads": _spoil(loads, rules),
-        }
+        settings = self._engine.settings
+        reply: dict[str, object] = {"timestamp": sample.wall.isoformat(), "version": settings.version}
+        if settings.sglang.sums_loads:
+            reply["dp_rank_count"] = len(loads)
+            reply["aggregate"] = {"total_reqs": sum(load.running + _queued(load) for load in sample.loads)}
+        return reply | {"loads": _spoil(loads, rules)}
 
     def legacy(self, rules: list[FaultRule]) -> list[dict[str, object]]:
         """Reply of ``/get_load``."""
@@ -68,11 +68,14 @@ class LoadReports:
             "token_usage": round(load.used_tokens / load.capacity_tokens, 4),
             "gen_throughput": round(load.gen_tokens_per_s * speed, 2),
             "cache_hit_rate": round(load.cache_hit_rate, 4),
-            "utilization": round(load.running / load.max_running, 4),
+            "utilization": -1.0 if engine.settings.role == "prefill" else round(load.running / load.max_running, 4),
             "total_prefill_uncached_tokens": load.prefill_uncached_tokens,
             "total_prefill_busy_us": int(load.prefill_busy_s * 1e6 / speed),
         }
-        if engine.settings.role != "regular" and _wants("disagg", include):
+        report = {name: value for name, value in report.items() if engine.settings.sglang.tells_load(name)}
+        if engine.settings.role == "regular" and _wants("disagg", include):
+            report["disaggregation"] = {"mode": "null"}
+        elif _wants("disagg", include):
             report["disaggregation"] = {
                 "mode": engine.settings.role,
                 "prefill_bootstrap_queue_reqs": load.bootstrap,

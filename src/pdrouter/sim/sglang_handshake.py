@@ -17,7 +17,7 @@ class SglangHandshake(Handshake):
         self._settings = engine.settings
         self._is_prefill = engine.role is Role.PREFILL
         self._prefills: PrefillRooms[Ticket] = PrefillRooms(
-            engine.settings.dp_size, on_met=self._met, on_done=engine.finish, on_failed=self._refused
+            engine.settings.dp_size, self._asked_rank, on_met=self._met, on_done=engine.finish, on_failed=self._refused
         )
         self._links = DecodeLinks(on_ready=self._ready, on_failed=self._link_failed)
         self._book = RoomBook()
@@ -43,9 +43,48 @@ class SglangHandshake(Handshake):
             self._links.open(handoff.address, handoff.room)
 
     def submitted(self, ticket: Ticket) -> None:
-        """Join the room with a decode side that is waiting."""
-        if self._is_prefill and ticket.room is not None:
+        """Join the room with a decode side that is waiting, unless room and rank don't agree."""
+        if not self._is_prefill or ticket.room is None:
+            return
+        conflict = self._conflict(ticket)
+        if conflict is not None:
+            self._engine.count_error(conflict)
+            self._engine.fail(ticket, conflict)  # the decode side isn't told, and waits
+        else:
             self._prefills.meet(ticket)
+
+    def _conflict(self, ticket: Ticket) -> EngineError | None:
+        """Source: ``disaggregation/common/conn.py``, ``CommonKVSender.__init__``."""
+        settings, room = self._settings, ticket.room
+        if room is None or not (settings.sglang.compares_rooms and settings.follows_rooms) or self._is_exempt(ticket):
+            return None
+        size, own = settings.dp_size, self._rank_in_group(ticket)
+        if size == 1 or own == room % size:
+            return None
+        text = (
+            f"Prefill bootstrap failed for request rank=0 req.rid={ticket.rid!r} req.bootstrap_room={room} with "
+            f"exception KVTransferError(bootstrap_room={room}): follow_bootstrap_room conflict: dispatched to dp_rank "
+            f"{own} but bootstrap_room {room} implies dp_rank {room % size}. Set "
+            "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 to allow mixed routing."
+        )
+        return EngineError(500, "room_conflict", text)
+
+    def _rank_in_group(self, ticket: Ticket) -> int:
+        """What a rank calls itself inside its tensor-parallel group: all replicas are 0."""
+        return ticket.rank if self._settings.dp_attention else 0
+
+    def _asked_rank(self, ticket: Ticket) -> int | None:
+        """Source: ``disaggregation/decode.py``, ``_resolve_prefill_dp_rank``, and what the prefill registers."""
+        settings = self._settings
+        if ticket.room is None or not settings.sglang.takes_routed or settings.follows_rooms:
+            return (ticket.room or 0) % settings.dp_size
+        return None if self._is_exempt(ticket) else self._rank_in_group(ticket)
+
+    def _is_exempt(self, ticket: Ticket) -> bool:
+        """Whether a prefill neither compares its rank nor registers it, because the request names it."""
+        handoff = ticket.handoff
+        is_named = isinstance(handoff, RoomHandoff) and handoff.prefill_rank is not None
+        return self._settings.sglang.exempts_named and is_named
 
     def prefilled(self, ticket: Ticket) -> None:
         """Offer the KV."""

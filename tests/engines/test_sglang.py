@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import RankReport
-from pdrouter.engines.base import Described, LoadReply
+from pdrouter.engines.base import Described, LoadReply, Plan
 from pdrouter.engines.sglang import OWNED_FIELDS, Sglang
 from pdrouter.engines.sglang_ranks import RANK_FIELDS, RankFields
 
@@ -200,12 +200,60 @@ def test_a_rid_is_the_clients_with_a_suffix(rid: str | None, request_id: str, se
         assert fields_of(leg)["rid"] == sent
     assert plan.rid == sent
     endpoint = decode_leg(plan).placement.endpoint
-    head, end, body = sglang().abort(endpoint, plan.rid).partition(b"\r\n\r\n")
+    (abort,) = sglang().abort(endpoint, plan)
+    head, end, body = abort.partition(b"\r\n\r\n")
     assert json.loads(body) == {"rid": sent}
     first, *lines = lines_of(head + end)
     assert first == "POST /abort_request HTTP/1.1"
     ours = [f"host: {endpoint.address}", f"content-length: {len(body)}", "content-type: application/json"]
     assert sorted(lines) == sorted(ours)
+
+
+def aborted(plan: Plan) -> list[object]:
+    """Return the ids that are ended at an engine."""
+    requests = sglang().abort(decode_leg(plan).placement.endpoint, plan)
+    return [json.loads(request.partition(b"\r\n\r\n")[2])["rid"] for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("batch", "rid", "sent", "ended"),
+    [
+        (None, None, "r-1-a1", ["r-1-a1"]),
+        (1, None, "r-1-a1", ["r-1-a1_0"]),
+        (3, None, "r-1-a1", ["r-1-a1_0", "r-1-a1_1", "r-1-a1_2"]),
+        (2, "mine", "mine-a1", ["mine-a1_0", "mine-a1_1"]),
+        (2, ("one", "two"), ["one-a1", "two-a1"], ["one-a1", "two-a1"]),
+        (2, ("one", "", "three"), ["one-a1", "-a1", "three-a1"], ["one-a1", "-a1", "three-a1"]),
+    ],
+)
+def test_each_part_of_a_batch_is_ended(
+    batch: int | None, rid: str | tuple[str, ...] | None, sent: object, ended: list[str]
+) -> None:
+    """By the exact id that the engine gives it, or that the client gave; all are new for each attempt."""
+    for decision in (make_pair(), make_decision(None, place(make_endpoint(Role.REGULAR), 0))):
+        inbound = make_inbound(batch=batch, rid=rid)
+        plan = sglang().plan(decision, inbound, make_attempt(ROOMS[: batch or 1]))
+        assert fields_of(decode_leg(plan))["rid"] == sent
+        assert aborted(plan) == ended
+
+
+@pytest.mark.parametrize(("rid", "base"), [(None, "r-1"), ("mine", "mine")])
+def test_the_id_of_a_response(rid: str | None, base: str) -> None:
+    """``/v1/responses`` has its own name for it, and the client's is replaced."""
+    body = b'"request_id":"theirs","input":"hi"}'
+    inbound = make_inbound(body, path="/v1/responses", rid=rid, fields=["request_id"])
+    plan = sglang().plan(make_decision(None, place(make_endpoint(Role.REGULAR), 0)), inbound, make_attempt())
+    fields = json.loads(body_of(decode_leg(plan)))
+    assert (fields["request_id"], "rid" in fields, fields["input"]) == (f"{base}-a1", False, "hi")
+    assert aborted(plan) == [f"{base}-a1"]
+
+
+def test_a_message_has_no_id_to_end_it_by() -> None:
+    """Closing its connection must do."""
+    inbound = make_inbound(b'"max_tokens":1}', path="/v1/messages", rid="mine")
+    plan = sglang().plan(make_decision(None, place(make_endpoint(Role.REGULAR), 0)), inbound, make_attempt())
+    assert json.loads(body_of(decode_leg(plan))) == {"routed_dp_rank": 0, "max_tokens": 1}
+    assert aborted(plan) == []
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"])))
@@ -216,7 +264,7 @@ def test_nothing_of_a_body_gets_into_a_head(rid: str, text: str) -> None:
     plan = sglang(RankFields.HEADER).plan(make_pair(), inbound, make_attempt())
     for leg in (prefill_leg(plan), decode_leg(plan)):
         assert len(lines_of(leg.head)) == 6
-        abort = sglang().abort(leg.placement.endpoint, plan.rid)
+        (abort,) = sglang().abort(leg.placement.endpoint, plan)
         assert len(lines_of(abort[: abort.index(b"{")])) == 4
         assert fields_of(leg)["text"] == text
 

@@ -8,7 +8,7 @@ import pytest
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import RankReport
-from pdrouter.engines.base import Described, HandOver, Inbound, Leg, LoadReply
+from pdrouter.engines.base import Described, HandOver, Inbound, Leg, LoadReply, Plan
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.usage import PromptCount
 from pdrouter.errors import DuplicateField, UpstreamProtocol
@@ -282,7 +282,8 @@ def test_what_it_can_t_do() -> None:
     traits = ENGINE.traits("native")
     assert (traits.pairs_lists, traits.pairs_copies, traits.reads_prompts) == (False, False, True)
     endpoint = make_endpoint(Role.PREFILL)
-    for nothing in (ENGINE.abort(endpoint, "1"), ENGINE.release(pair(), b""), ENGINE.bootstrap_path(endpoint)):  # type: ignore[func-returns-value]
+    abort = ENGINE.abort(endpoint, Plan("1", None, None))  # type: ignore[func-returns-value]
+    for nothing in (abort, ENGINE.release(pair(), b""), ENGINE.bootstrap_path(endpoint)):  # type: ignore[func-returns-value]
         assert nothing is None
 
 

@@ -35,7 +35,7 @@ RANKS = frozenset(
         *("data_parallel_rank_decode", "decode_dp_rank"),
     }
 )
-MEETING = frozenset({"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"})
+MEETING: frozenset[str] = frozenset({"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"})
 KV = frozenset({"kv_transfer_params"})
 LIMITS = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens"})
 VLLM_LIMITS = KV | LIMITS | {"max_output_tokens", "min_tokens", "background", "store"}
@@ -52,19 +52,32 @@ class Case(NamedTuple):
     prefill_reply: bytes = b""
 
 
+def meeting(inbound: Inbound) -> frozenset[str]:
+    """Return what the router writes of a meeting; responses have another name for the id."""
+    return MEETING | {"request_id"} if inbound.path == Api.RESPONSES else MEETING
+
+
+def identity(inbound: Inbound) -> bytes:
+    """Return the field that names a request, one new for each attempt; messages have none."""
+    if inbound.path == Api.MESSAGES:
+        return b""
+    own = inbound.rid
+    rid: object = [f"{one}-a1" for one in own] if isinstance(own, tuple) else f"{own or 'r'}-a1"
+    return b'"%b":%b,' % (b"request_id" if inbound.path == Api.RESPONSES else b"rid", json.dumps(rid).encode())
+
+
 def sglang(fields: RankFields, prefill_rank: bytes, decode_ranks: bytes) -> Case:
     """Return a pair of SGLang 0.5.10, which takes any room."""
     decision = make_pair()
     named = b"" if fields is RankFields.NONE else b',"disagg_prefill_dp_rank":1'
 
     def edit(inbound: Inbound, leg: Leg) -> tuple[Collection[str], bytes]:
-        owned = MEETING if fields is RankFields.NONE else MEETING | RANKS
-        rid = json.dumps(f"{inbound.rid or 'r'}-a1").encode()
+        owned = meeting(inbound) if fields is RankFields.NONE else meeting(inbound) | RANKS
         each = [b'"prefill"', b"8998"]
         if inbound.batch is not None:
             each = [b"[" + b",".join([value] * inbound.batch) + b"]" for value in each]
         room = json.dumps(rooms(inbound)[0] if inbound.batch is None else rooms(inbound)).encode()
-        ours = b'"rid":%b,"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b' % (rid, *each, room)
+        ours = identity(inbound) + b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b' % (*each, room)
         is_prefill = leg.placement is decision.prefill
         ranks = prefill_rank if is_prefill else decode_ranks
         if fields is RankFields.HEADER and inbound.path == Api.GENERATE:  # which doesn't read the header
@@ -78,7 +91,7 @@ def sglang_alone() -> Case:
     """Return a regular SGLang."""
 
     def edit(inbound: Inbound, leg: Leg) -> tuple[Collection[str], bytes]:
-        return MEETING | RANKS, b'"rid":%b,"routed_dp_rank":2' % json.dumps(f"{inbound.rid or 'r'}-a1").encode()
+        return meeting(inbound) | RANKS, identity(inbound) + b'"routed_dp_rank":2'
 
     return Case(Sglang(RankFields.ROUTED), alone("sglang"), edit)
 

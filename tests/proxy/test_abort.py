@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdrouter.proxy import abort
@@ -105,6 +106,40 @@ async def test_client_gone_from_several_samples(fields: dict[str, object]) -> No
         async with await lab.start(CHAT, chat("x", LONG, **fields)):
             await until(lambda: lab.decodes[0].snapshot().requests == 3)
         await lab.settled(within_s=1.0)
+
+
+@pytest.mark.parametrize("rid", [None, "mine", ["one", "two", "three"]])
+async def test_each_prompt_of_a_list_is_ended(rid: object) -> None:
+    """An engine knows a list's prompts by ids of their own, and ignores one that it doesn't know exactly."""
+    async with (
+        ScriptedEngine("prefill", {GENERATE: hang}).listen() as prefill,
+        ScriptedEngine("decode", {GENERATE: hang}).listen() as decode,
+        route_to([prefill], [decode], abort_retry_delay_secs=0.01) as lab,
+    ):
+        body = {"text": ["a", "b", "c"]} | ({} if rid is None else {"rid": rid})
+        async with await lab.start(GENERATE, body):
+            await until(lambda: bool(prefill.asked_for(GENERATE) and decode.asked_for(GENERATE)))
+        for engine in (prefill, decode):
+            sent = json.loads(engine.asked_for(GENERATE)[0].body)["rid"]
+            parts = sent if isinstance(rid, list) else [f"{sent}_{index}" for index in range(3)]
+            await until(lambda engine=engine: len(engine.asked_for("/abort_request")) == 6)  # type: ignore[misc]
+            ended = [json.loads(asked.body)["rid"] for asked in engine.asked_for("/abort_request")]
+            assert ended == 2 * parts
+            assert len(set(parts)) == 3
+        await until(lambda: lab.is_ledger_zero and lab.is_quiet)
+        assert lab.router.service.aborter.counters() == {"sent": 12, "failed": 0, "dropped": 0}
+
+
+async def test_an_endpoint_that_fails_an_abort_is_not_sent_the_rest() -> None:
+    """A list of thousands of prompts doesn't wait out as many time limits."""
+    async with make_lab() as lab:
+        endpoint = next(iter(lab.core.fleet))
+        aborter = abort.Aborter(lab.router.service.pools, 0.0)
+        gone = msgspec.structs.replace(endpoint, address="127.0.0.1:1", host="127.0.0.1", port=1)
+        aborter.abort(gone, [b"x"] * 5000)
+        await until(lambda: aborter.failed == 2)
+        assert aborter.sent == 2
+        await aborter.aclose()
 
 
 async def test_a_client_that_closes_its_side() -> None:

@@ -175,6 +175,7 @@ def test_ranks_that_are_not_ours_go_through() -> None:
     [
         ("mine", "mine"),
         (["one", "two"], "one"),
+        (["one"], "one"),
         ("x" * 256, "x" * 256),
         ("", None),
         (None, None),
@@ -187,6 +188,34 @@ def test_the_clients_rid(rid: object, kept: str | None) -> None:
     inbound = read(Api.GENERATE, {"rid": rid, **GENERATE})[1]
     assert inbound.rid == kept
     assert bytes(inbound.rest(OWNED_FIELDS)) == b'"text":"Hi"}'
+
+
+@pytest.mark.parametrize(
+    ("rid", "kept"),
+    [
+        (["one", "two"], ("one", "two")),
+        (["one"], ("one",)),
+        (["", "two"], ("", "two")),
+        ("mine", "mine"),
+        ([], None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_clients_rids_of_a_batch(rid: object, kept: object) -> None:
+    """All of a list are kept, however many; the engine judges their number."""
+    inbound = read(Api.GENERATE, {"rid": rid, "text": ["a", "b"]})[1]
+    assert inbound.rid == kept
+    assert bytes(inbound.rest(OWNED_FIELDS)) == b'"text":["a", "b"]}'
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"), [("mine", "mine"), ("", None), (None, None), (5, None), (["a"], None), ({"a": 1}, None)]
+)
+def test_the_clients_id_of_a_response(value: object, kept: str | None) -> None:
+    """``/v1/responses`` calls it ``request_id``; what isn't a string is the engine's to judge."""
+    inbound = read(Api.RESPONSES, {"input": "hi", "request_id": value, "rid": "other"})[1]
+    assert inbound.rid == kept
 
 
 @pytest.mark.parametrize(
@@ -305,6 +334,7 @@ MIXED_PROMPTS: Sequence[object] = (["a", 1], [1, "a"], [1, [2]], [[1], 2], [[1],
         *((api, {"rid": 5}, "rid") for api in PLAIN),
         *((api, {"rid": [5]}, "rid") for api in PLAIN),
         *((api, {"rid": "x" * 257}, "rid") for api in PLAIN),
+        *((api, {"rid": ["a", "x" * 257]}, "rid") for api in PLAIN),
         *((api, {"routed_dp_rank": "1"}, "routed_dp_rank") for api in PLAIN),
         *((api, {"routed_dp_rank": 1.5}, "routed_dp_rank") for api in PLAIN),
         *((api, {"data_parallel_rank": True}, "data_parallel_rank") for api in PLAIN),

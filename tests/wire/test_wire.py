@@ -141,9 +141,9 @@ def _rendered(fixture: Fixture) -> dict[str, bytes]:
         release = engine.release(decision, answer)
         if release is not None:
             sections["release"] = _text(release[1])
-    abort = engine.abort(decision.decode.endpoint, plan.rid)
-    if abort is not None:
-        sections["abort"] = _text(abort)
+    aborts = engine.abort(decision.decode.endpoint, plan)
+    if aborts:
+        sections["abort"] = b"\n".join(map(_text, aborts))
     return sections
 
 

@@ -28,8 +28,8 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
 
     ``start`` is where ``body`` goes on behind its opening brace, ``fields`` are those of its top-level fields that some
     engine's leg may carry for us. ``headers`` are the header lines to send on, each with its line end. ``batch`` is the
-    number of samples the engine makes of one request, ``None`` where the request isn't a batch. An opaque body goes
-    to one engine as it is.
+    number of samples the engine makes of one request, ``None`` where the request isn't a batch. ``rid`` is the client's
+    own id for engines, of a batch perhaps one for each prompt. An opaque body goes to one engine as it is.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     is_stream: bool
     batch: int | None
-    rid: str | None
+    rid: str | tuple[str, ...] | None
     wants_prompt_logprobs: bool
     is_opaque: bool = False
 
@@ -78,14 +78,16 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """The legs of a request; ``decode`` answers the client.
 
     With both legs given, both run at once. Without ``decode`` they run in turn: ``Engine.hand_over`` makes it from the
-    prefill's answer. ``rid`` is what the engines know the request by. ``merges_logprobs``: the prompt's logprobs come
-    from the prefill leg and go before the decode leg's.
+    prefill's answer. ``rid`` is what the engines know the request by, ``parts`` what they call the requests that they
+    make of a batch; empty where they can't be told. ``merges_logprobs``: the prompt's logprobs come from the prefill
+    leg and go before the decode leg's.
     """
 
     rid: str
     prefill: Leg | None
     decode: Leg | None
     merges_logprobs: bool = False
+    parts: Sequence[str] = ()
 
 
 class HandOver(msgspec.Struct, frozen=True, eq=False):
@@ -193,8 +195,8 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, endpoint: Endpoint, rid: str) -> bytes | None:
-        """Return the whole request that ends ``rid`` at an endpoint; ``None`` where a closed connection does it."""
+    def abort(self, endpoint: Endpoint, plan: Plan) -> Sequence[bytes] | None:
+        """Return the whole requests that end a plan's leg at an endpoint; none where a closed connection does it."""
         ...
 
     def release(self, decision: Decision, reply: bytes) -> tuple[Endpoint, bytes] | None:

@@ -31,7 +31,7 @@ class OpenAi:
         """Never asked: there is one leg."""
         raise NotImplementedError
 
-    def abort(self, endpoint: Endpoint, rid: str) -> None:
+    def abort(self, endpoint: Endpoint, plan: Plan) -> None:
         """Nothing: the connection closes."""
 
     def release(self, decision: Decision, reply: bytes) -> None:

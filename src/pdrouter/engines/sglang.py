@@ -31,6 +31,11 @@ from pdrouter.engines.sglang_ranks import RANK_FIELDS, RankFields, RoomRule, ran
 OWNED_FIELDS = RANK_FIELDS | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
 """Top-level fields of a body that the router writes itself."""
 
+RESPONSE_ID = "request_id"
+"""What ``/v1/responses`` calls the ``rid``. Source: ``openai/protocol.py``, ``serving_responses.py``."""
+
+_RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
+
 DEFAULT_BOOTSTRAP_PORT = 8998
 """Source: SGLang's ``--disaggregation-bootstrap-port``."""
 
@@ -62,12 +67,12 @@ class Sglang:
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
         """Return both legs, each with its own fields; one leg for a regular endpoint."""
-        rid = f"{inbound.rid or inbound.request_id}-{attempt.suffix}"
-        shared = b'"rid":' + msgspec.json.encode(rid)
-        rest, headers = inbound.rest(self._owned), inbound.headers + inbound.id_line
+        rid, parts, shared = _ids(inbound, attempt)
+        owned = self._owned if inbound.path != _RESPONSES else self._owned | {RESPONSE_ID}
+        rest, headers = inbound.rest(owned), inbound.headers + inbound.id_line
         decode, prefill = decision.decode, decision.prefill
         if prefill is None:
-            return Plan(rid, None, self._leg(inbound, rest, headers, decode, None, shared))
+            return Plan(rid, None, self._leg(inbound, rest, headers, decode, None, shared), parts=parts)
         rule = room_rule(self._rank_fields, prefill, inbound)
         shared += _bootstrap(prefill.endpoint, inbound, attempt, rule)
         return Plan(
@@ -75,6 +80,7 @@ class Sglang:
             self._leg(inbound, rest, headers, prefill, prefill, shared),
             self._leg(inbound, rest, headers, decode, prefill, shared),
             merges_logprobs=inbound.wants_prompt_logprobs,
+            parts=parts,
         )
 
     def hand_over(self, decision: Decision, inbound: Inbound, plan: Plan, reply: bytes) -> HandOver:
@@ -87,14 +93,14 @@ class Sglang:
         """Return one leg; ``prefill`` is where a pair's prompt is read."""
         is_decode = prefill is not None and prefill is not place
         fields, header = rank_fields(self._rank_fields, inbound.path, place, prefill, is_decode=is_decode)
-        body = splice(rest, shared + fields)
+        body = splice(rest, (shared + fields)[1:])
         head = request_head("POST", inbound.path, place.endpoint, headers + header, len(body[0]) + len(body[1]))
         return Leg(place, head, body)
 
-    def abort(self, endpoint: Endpoint, rid: str) -> bytes:
-        """Return the request that ends ``rid`` at the engine, and all that begin with it."""
-        body = b'{"rid":' + msgspec.json.encode(rid) + b"}"
-        return request_head("POST", "/abort_request", endpoint, _JSON, len(body)) + body
+    def abort(self, endpoint: Endpoint, plan: Plan) -> Sequence[bytes]:
+        """Return a request for each id; an id that the engine doesn't know exactly is ignored there."""
+        bodies = [b'{"rid":' + msgspec.json.encode(rid) + b"}" for rid in plan.parts or (plan.rid,) if rid]
+        return [request_head("POST", "/abort_request", endpoint, _JSON, len(body)) + body for body in bodies]
 
     def release(self, decision: Decision, reply: bytes) -> None:
         """Nothing: a prefill lets go when it is aborted."""
@@ -240,6 +246,24 @@ def _unix_s(timestamp: object) -> float | None:
     except ValueError:
         return None
     return None if moment.tzinfo is None else moment.timestamp()
+
+
+def _ids(inbound: Inbound, attempt: Attempt) -> tuple[str, Sequence[str], bytes]:
+    """Return the id of a request, those of its parts if it is a batch, and the field that says so.
+
+    Source: ``managers/io_struct.py``, ``_normalize_rid``: the parts of ``X`` are ``X_0``, ``X_1`` and so on. Messages
+    have no id of the client's: ``anthropic/protocol.py``.
+    """
+    own, suffix = inbound.rid, attempt.suffix
+    if inbound.path == _MESSAGES:
+        return "", (), b""
+    if isinstance(own, tuple):
+        rids = [f"{rid}-{suffix}" for rid in own]
+        return rids[0], rids, b',"rid":' + msgspec.json.encode(rids)
+    rid = f"{own or inbound.request_id}-{suffix}"
+    name = RESPONSE_ID if inbound.path == _RESPONSES else "rid"
+    parts = [f"{rid}_{index}" for index in range(inbound.batch)] if inbound.batch is not None else ()
+    return rid, parts, b',"%b":%b' % (name.encode(), msgspec.json.encode(rid))
 
 
 def _bootstrap(endpoint: Endpoint, inbound: Inbound, attempt: Attempt, rule: RoomRule) -> bytes:

@@ -109,7 +109,7 @@ class Trtllm:
         body = splice(rest_without(inbound.body, owned), fields)
         return HandOver(_leg(inbound, decision.decode, body), count=told.count)
 
-    def abort(self, endpoint: Endpoint, rid: str) -> None:
+    def abort(self, endpoint: Endpoint, plan: Plan) -> None:
         """Nothing: the connection closes."""
 
     def release(self, decision: Decision, reply: bytes) -> None:

@@ -143,7 +143,7 @@ class Vllm:
             count=_prompt_count(told),
         )
 
-    def abort(self, endpoint: Endpoint, rid: str) -> None:
+    def abort(self, endpoint: Endpoint, plan: Plan) -> None:
         """Nothing: vLLM ends a request whose connection closes."""
 
     def release(self, decision: Decision, reply: bytes) -> tuple[Endpoint, bytes] | None:

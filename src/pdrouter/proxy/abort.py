@@ -4,7 +4,7 @@ An abort that arrives before the engine has registered the request is lost, so i
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 from pdrouter.core.fleet import Endpoint
 from pdrouter.errors import RouterError
@@ -28,13 +28,13 @@ class Aborter:
         self._retry_delay_s = retry_delay_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def abort(self, endpoint: Endpoint, request: bytes) -> None:
-        """Send an abort, now and once more after the delay."""
-        self._start(self._abort_twice(endpoint, request))
+    def abort(self, endpoint: Endpoint, requests: Sequence[bytes]) -> None:
+        """Send the aborts of one request, now and once more after the delay."""
+        self._start(self._abort_twice(endpoint, requests))
 
     def send(self, endpoint: Endpoint, request: bytes) -> None:
         """Send once what frees something at an engine."""
-        self._start(self._abort(endpoint, request))
+        self._start(self._abort(endpoint, [request]))
 
     def _start(self, sending: Coroutine[None, None, None]) -> None:
         if len(self._tasks) >= MAX_PENDING:  # I9
@@ -55,19 +55,21 @@ class Aborter:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _abort_twice(self, endpoint: Endpoint, request: bytes) -> None:
-        await self._abort(endpoint, request)
+    async def _abort_twice(self, endpoint: Endpoint, requests: Sequence[bytes]) -> None:
+        await self._abort(endpoint, requests)
         await asyncio.sleep(self._retry_delay_s)
-        await self._abort(endpoint, request)
+        await self._abort(endpoint, requests)
 
-    async def _abort(self, endpoint: Endpoint, request: bytes) -> None:
-        self.sent += 1
+    async def _abort(self, endpoint: Endpoint, requests: Sequence[bytes]) -> None:
+        """Send one after the other; an endpoint that fails one isn't sent the rest."""
         try:
-            async with asyncio.timeout(_REPLY_TIMEOUT_S):
-                exchange = await self._pools.get(endpoint).send(request)
-                try:
-                    await exchange.read_all(_REPLY_BYTES)
-                finally:
-                    exchange.close()
+            for request in requests:
+                self.sent += 1
+                async with asyncio.timeout(_REPLY_TIMEOUT_S):
+                    exchange = await self._pools.get(endpoint).send(request)
+                    try:
+                        await exchange.read_all(_REPLY_BYTES)
+                    finally:
+                        exchange.close()
         except (RouterError, TimeoutError):
             self.failed += 1

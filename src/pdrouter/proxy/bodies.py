@@ -76,6 +76,7 @@ class Body(Struct):
     cache_salt: RawField = UNSET
     extra_key: RawField = UNSET
     rid: str | list[str] | UnsetType | None = UNSET
+    request_id: RawField = UNSET
     bootstrap_host: RawField = UNSET
     bootstrap_port: RawField = UNSET
     bootstrap_room: RawField = UNSET
@@ -304,14 +305,27 @@ def batch_size(body: Body, prompts: int | None) -> int | None:
     return samples
 
 
-def client_rid(body: Body) -> str | None:
-    """Return the client's own request id, of a list the first.
+def client_rid(body: Body, batch: int | None) -> str | tuple[str, ...] | None:
+    """Return the client's own id for engines: a list if it gives one for a batch, else the first of it.
 
-    Raises: InvalidRequest if it is too long.
+    Raises: InvalidRequest if one is too long.
     """
-    rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
-    if not isinstance(rid, str) or not rid:
-        return None
-    if len(rid) > MAX_ID_CHARS:
+    rid: object = body.rid
+    if isinstance(body, Responses):
+        rid = _text(body.request_id)
+    rids = rid if isinstance(rid, list) else [rid] if isinstance(rid, str) and rid else []
+    if any(len(one) > MAX_ID_CHARS for one in rids):
         raise InvalidRequest(f"rid has more than {MAX_ID_CHARS} characters", param="rid")
-    return rid
+    if batch is not None and isinstance(rid, list) and rids:
+        return tuple(rids)
+    return rids[0] or None if rids else None
+
+
+def _text(field: RawField) -> str | None:
+    """Return the string that stands in a field, if one does; engines judge what else they are given."""
+    if isinstance(field, UnsetType):
+        return None
+    try:
+        return msgspec.json.decode(field, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -386,9 +386,9 @@ class Flight:
                 self._abort(prefill.placement)
 
     def _abort(self, place: Placement) -> None:
-        request = self._engine.abort(place.endpoint, self._plan.rid) if self._plan.rid else None
-        if request is not None:
-            self._owner.aborter.abort(place.endpoint, request)
+        requests = self._engine.abort(place.endpoint, self._plan)
+        if requests:
+            self._owner.aborter.abort(place.endpoint, requests)
 
     def _release(self, prefill: PrefillLeg) -> None:
         """Nobody will fetch the KV of a prompt that was read."""

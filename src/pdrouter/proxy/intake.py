@@ -17,7 +17,7 @@ from pdrouter.core.request import PAIRED, RequestFacts, Task
 from pdrouter.core.router import Router
 from pdrouter.core.tokens import TextShape
 from pdrouter.engines.base import Inbound
-from pdrouter.engines.sglang import OWNED_FIELDS
+from pdrouter.engines.sglang import OWNED_FIELDS, RESPONSE_ID
 from pdrouter.engines.sglang_ranks import DECODE_RANK_FIELDS, PREFILL_RANK_FIELDS
 from pdrouter.errors import InvalidRequest
 from pdrouter.proxy.bodies import (
@@ -63,7 +63,7 @@ _ID_PREFIXES: Mapping[Api, str] = {
 _OTHER_PREFIX = "req-"
 _OTHER = Task.OTHER
 
-_OWNED_NAMES = tuple(sorted(OWNED_FIELDS | {"kv_transfer_params", "disaggregated_params"}))
+_OWNED_NAMES = tuple(sorted(OWNED_FIELDS | {RESPONSE_ID, "kv_transfer_params", "disaggregated_params"}))
 _OWNED_VALUES = attrgetter(*_OWNED_NAMES)
 _ALL_UNSET = (UNSET,) * len(_OWNED_NAMES)
 
@@ -122,7 +122,7 @@ class Intake:
             request_id=request_id,
             is_stream=boolean("stream", decoded.stream),
             batch=batch,
-            rid=client_rid(decoded),
+            rid=client_rid(decoded, batch),
             wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
         )
 

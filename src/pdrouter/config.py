@@ -275,6 +275,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     profile_for: Annotated[tuple[str, ...], setting("Routing",
         "Timing by model and GPU: `MODEL[@GPU]=NAME`, both with `*`, `?`, `[...]`; the first that fits counts, "
         "before profile.", check=check_profile_rule)] = ()
+    accept_any_model: Annotated[bool, setting("Routing",
+        "A model that no endpoint lists is left to the engines to judge (SGLang answers, vLLM says 404) while all have "
+        "one base model; off: it is 404, as it always is in a fleet of several base models.")] = True
     disaggregation: Annotated[Disaggregation, setting("Routing",
         "Whether a prompt may be read where its answer is written, if the engine can: when that is predicted to be "
         "faster (auto), not while there is a pair (always), or whenever it can (never).")] = "auto"
@@ -349,6 +352,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker_startup_check_interval: Annotated[float, setting("Health",
         "Time between two tries to reach an endpoint for the first time (sglang-router: 30).",
         unit="s", low=0.01, high=3600)] = 1.0
+    models_check_interval_secs: Annotated[float, setting("Health",
+        "Time between two looks at which models and adapters an endpoint lists (/v1/models), 20 % more or less.",
+        unit="s", low=0.05, high=86_400)] = 5.0
+    max_models_per_endpoint: Annotated[int, setting("Health",
+        "Ids of models and adapters that are kept of one endpoint's list; further ones aren't routable.",
+        unit="ids", low=1, high=1_000_000)] = 1024
     disable_health_check: Annotated[bool, setting("Health",
         "No probes: an endpoint is ready once it was reached.")] = False
 

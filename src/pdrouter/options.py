@@ -6,6 +6,8 @@ from typing import Final, cast
 from pdrouter.config import Settings, profile_entries, profile_rule
 from pdrouter.control.health import HealthOptions
 from pdrouter.control.load_monitor import LoadOptions
+from pdrouter.control.members import WatchOptions
+from pdrouter.control.models import ModelOptions
 from pdrouter.core.admission import AdmissionOptions
 from pdrouter.core.breaker import BreakerOptions
 from pdrouter.core.chooser import PolicyTable
@@ -87,6 +89,8 @@ LIVE: Final = frozenset(
         "worker_load_check_interval",
         "load_check_timeout_secs",
         "worker_startup_check_interval",
+        "models_check_interval_secs",
+        "max_models_per_endpoint",
         "health_check_interval_secs",
         "health_check_timeout_secs",
         "health_check_endpoint",
@@ -107,6 +111,7 @@ def router_options(settings: Settings) -> RouterOptions:
         decode_policy=settings.decode_policy or settings.policy,
         rank_policy=rank_policy,
         disaggregation=Disaggregation(settings.disaggregation),
+        accept_any_model=settings.accept_any_model,
         breaker=breaker_options(settings),
         entrance=entrance_options(settings),
         report_max_age_s=settings.report_max_age_secs,
@@ -311,12 +316,16 @@ def drain_options(settings: Settings) -> DrainOptions:
     return DrainOptions(settings.drain_notice_secs, settings.shutdown_grace_period_secs)
 
 
-def load_options(settings: Settings) -> LoadOptions:
-    """Return the settings of the load polls."""
-    return LoadOptions(settings.worker_load_check_interval, settings.load_check_timeout_secs)
+def watch_options(settings: Settings) -> WatchOptions:
+    """Return how endpoints are watched."""
+    return WatchOptions(
+        health=_health_options(settings),
+        load=LoadOptions(settings.worker_load_check_interval, settings.load_check_timeout_secs),
+        models=ModelOptions(settings.models_check_interval_secs, settings.max_models_per_endpoint),
+    )
 
 
-def health_options(settings: Settings) -> HealthOptions:
+def _health_options(settings: Settings) -> HealthOptions:
     """Return the settings of the health checks."""
     return HealthOptions(
         path=settings.health_check_endpoint,

@@ -38,12 +38,11 @@ from pdrouter.options import (
     cors,
     dispatch_options,
     drain_options,
-    health_options,
     intake_options,
-    load_options,
     pool_limits,
     queue_options,
     router_options,
+    watch_options,
 )
 from pdrouter.proxy.abort import Aborter
 from pdrouter.proxy.app import App
@@ -103,8 +102,7 @@ class Service:
             self.supervisor,
             time.monotonic,
             time.time,
-            health_options(settings),
-            load_options(settings),
+            watch_options(settings),
             self._let_go,
         )
         self.dispatcher.on_unreachable = self.members.failed
@@ -159,6 +157,8 @@ class Service:
             help_text = "Requests refused for a key's rate, by what there was too much of."
             self.metrics.add_counters("pdrouter_rate_limited", help_text, self.rates.counters)
         self.metrics.add_counters("pdrouter_members", "Endpoints that came, went or began anew.", self.members.counters)
+        lists = self.members.lists
+        self.metrics.add_counters("pdrouter_model_lists", "Engines' lists of models.", lists.counters)
         self.metrics.add_counters("pdrouter_aborts", "Aborts sent to engines.", self.aborter.counters)
         if (counter := self.counter) is not None:
             self.metrics.add_counters("pdrouter_tokenizer", "Prompts counted, and why not others.", counter.counters)
@@ -191,7 +191,7 @@ class Service:
         self.clients.set_limits(client_limits(settings))
         if entrance is not None:
             entrance.set_options(queue_options(settings))
-        self.members.set_options(health_options(settings), load_options(settings))
+        self.members.set_options(watch_options(settings))
         self.changes.follow(settings, found)
         return later
 

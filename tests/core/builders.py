@@ -13,6 +13,7 @@ from pdrouter.core.drains import DrainRates
 from pdrouter.core.fleet import Disaggregation, Endpoint, Role
 from pdrouter.core.ledger import Account, RankKey
 from pdrouter.core.load import RankReport
+from pdrouter.core.names import Names
 from pdrouter.core.policies.base import PolicyOptions
 from pdrouter.core.policies.books import Books
 from pdrouter.core.profiles import Profiles
@@ -33,6 +34,7 @@ def make_options(*, policy: str = "minimum_tokens", seed: int = 1, **changes: ob
         decode_policy=policy,
         rank_policy="least_work" if policy == "least_work" else "minimum_tokens",
         disaggregation=Disaggregation(_SETTINGS.disaggregation),
+        accept_any_model=_SETTINGS.accept_any_model,
         breaker=breaker_options(_SETTINGS),
         entrance=None,
         report_max_age_s=_SETTINGS.report_max_age_secs,
@@ -60,7 +62,7 @@ def make_policy_options(seed: int) -> PolicyOptions:
         chance=random.Random(seed),
         load_aware_spread_requests=_SETTINGS.load_aware_spread_requests,
         load_aware_sigma=_SETTINGS.load_aware_sigma,
-        work=WorkIndex(Profiles(NEUTRAL, {})),
+        work=WorkIndex(Profiles(NEUTRAL, {}), Names(takes_any=True)),
         drains=DrainRates(),
         books=Books(),
         ancestors=ancestors(_SETTINGS),

@@ -10,7 +10,7 @@ from .builders import decode, prefill, regular
 
 def make_fleet(*endpoints: Endpoint) -> Fleet:
     """Return a fleet, all of it ready."""
-    fleet = Fleet(Disaggregation.AUTO)
+    fleet = Fleet(Disaggregation.AUTO, takes_any=True)
     for endpoint in endpoints:
         fleet.put(endpoint)
     return fleet
@@ -88,10 +88,10 @@ def test_pairs_agree_in_engine_transport_group_and_model(
     assert fleet.partners(p, None) == ((d,) if is_pair else ())
     assert ready(fleet, Role.PREFILL) == (["p"] if is_pair else [])
     if is_pair:
-        fleet.check_pair(p, d)
+        fleet.check_pair(p, d, None)
     else:
         with pytest.raises(InvariantViolation, match="can't be paired"):
-            fleet.check_pair(p, d)
+            fleet.check_pair(p, d, None)
 
 
 @pytest.mark.invariant("I6")
@@ -99,12 +99,12 @@ def test_only_ready_endpoints_pass_the_last_check() -> None:
     """Whichever of the two is out, and whether it is a pair or one endpoint for both."""
     p, d, w = prefill("p"), decode("d"), regular("w")
     fleet = make_fleet(p, d, w)
-    fleet.check_pair(w, w)
+    fleet.check_pair(w, w, None)
     for address in ("p", "d", "w"):
         fleet.set_ready(address, "unhealthy")
         pair = (w, w) if address == "w" else (p, d)
         with pytest.raises(InvariantViolation, match=f"{address} was chosen"):
-            fleet.check_pair(*pair)
+            fleet.check_pair(*pair, None)
         fleet.set_ready(address, None)
 
 
@@ -124,8 +124,8 @@ def test_pools_follow_every_change() -> None:
 def test_models_separate() -> None:
     """A request for a model goes where it is served, or where the engine hasn't told yet."""
     fleet = make_fleet(regular("a", model="m"), regular("b", model="n"), regular("c"))
-    assert fleet.models == {"m", "n"}
+    assert set(fleet.names.bases) == {"m", "n"}
     assert ready(fleet, Role.REGULAR, "m") == ["a", "c"]
     assert ready(fleet, Role.REGULAR, None) == ["a", "b", "c"]
     fleet.remove("b")
-    assert fleet.models == {"m"}
+    assert set(fleet.names.bases) == {"m"}

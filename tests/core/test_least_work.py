@@ -15,6 +15,7 @@ from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import BREAKER, Endpoint, Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.load import RankReport
+from pdrouter.core.names import Card
 from pdrouter.core.places import Worker
 from pdrouter.core.policies.base import Question
 from pdrouter.core.policies.least_work import AVOIDED_S, LeastWork, decode_cost_s, prefill_cost_s
@@ -53,9 +54,9 @@ def is_ready(router: Router, worker: Worker) -> bool:
     return router.fleet.is_ready(worker.load.key.endpoint) and router.fleet.why_out(worker.load.key) is None
 
 
-def scan_pairs(router: Router, question: Question) -> float:
-    """Return the least cost over all pairs of ready ranks that may be paired, each looked at."""
-    workers = [w for w in router.work.workers.values() if is_ready(router, w)]
+def scan_pairs(router: Router, question: Question, model: str | None = None) -> float:
+    """Return the least cost over all pairs of ready ranks that serve a model and may be paired, each looked at."""
+    workers = [w for w in router.work.workers.values() if is_ready(router, w) and w.site.endpoint.serves(model)]
     prefills = [w for w in workers if w.site.endpoint.role is Role.PREFILL]
     decodes = [w for w in workers if w.site.endpoint.role is Role.DECODE]
     costs = [
@@ -86,6 +87,7 @@ def scan_groups(router: Router, question: Question) -> float:
     return min(cost_s + best_s[group, Role.DECODE] for (group, role), cost_s in best_s.items() if role is Role.PREFILL)
 
 
+ADAPTER = Card("lora", parent="m")
 ACTIONS = ("decide", "decide", "decide", "first", "settle", "report", "ready", "rank", "rank", "speed")
 PROFILE_NAMES = st.sampled_from([None, "slow", "together", "small"])
 
@@ -103,6 +105,8 @@ def routers(draw: st.DrawFn) -> Router:
                 dp_size=draw(st.integers(1, 4)),
                 group=draw(st.sampled_from(groups)),
                 profile=draw(PROFILE_NAMES),
+                model="m",
+                cards=draw(st.sampled_from([(), (), (ADAPTER,)])),
             )
         )
     router = make_least(endpoints)
@@ -149,6 +153,7 @@ def routers(draw: st.DrawFn) -> Router:
     output_tokens=st.integers(1, 2000),
     held=st.dictionaries(st.tuples(st.integers(0, 7), st.integers(0, 3)), st.integers(1, 20_000), max_size=5),
     failed=st.just(frozenset()) | FAILED,
+    model=st.sampled_from([None, "m", "lora"]),
 )
 def test_the_search_finds_what_a_full_scan_finds(
     router: Router,
@@ -156,19 +161,21 @@ def test_the_search_finds_what_a_full_scan_finds(
     output_tokens: int,
     held: dict[tuple[int, int], int],
     failed: frozenset[RankKey],
+    model: str | None,
 ) -> None:
-    """Whatever the fleet, its loads, groups, prefixes and speeds are, and wherever the request has failed."""
+    """Whatever fleet, loads, groups, prefixes and speeds are, wherever it has failed, whoever has the adapter."""
     cached = {RankKey(f"e{e}", r): min(tokens, prompt_tokens - 1) for (e, r), tokens in held.items()}
     now_s: float = router.now_s  # type: ignore[attr-defined]
     question = Question(("x",), Role.PREFILL, prompt_tokens, cached, float(output_tokens), now_s, facts(), failed)
-    offer = search_of(router).choose_pair(question, None)
-    best_s = scan_pairs(router, question)
+    name = router.fleet.names.target(model, None).name
+    offer = search_of(router).choose_pair(question, name)
+    best_s = scan_pairs(router, question, name)
     if offer is None:
         assert best_s == float("inf")
         return
     assert_cost(offer.cost_s, best_s)
     assert offer.prefill is not None
-    router.fleet.check_pair(offer.prefill.worker.site.endpoint, offer.decode.worker.site.endpoint)
+    router.fleet.check_pair(offer.prefill.worker.site.endpoint, offer.decode.worker.site.endpoint, name)
     assert is_ready(router, offer.prefill.worker)
     assert is_ready(router, offer.decode.worker)
 
@@ -316,7 +323,10 @@ def test_the_search_for_a_regular_rank_finds_what_a_scan_finds(
 ) -> None:
     """Prefill and decode of one rank together."""
     rng = random.Random(chance)
-    router = make_least([regular(f"e{n}", dp_size=2, profile=rng.choice([None, "slow", "small"])) for n in range(4)])
+    cards = [(ADAPTER,) if rng.random() < 0.7 else () for _ in range(4)]
+    profiles = rng.choices([None, "slow", "small"], k=4)
+    router = make_least([regular(f"e{n}", dp_size=2, profile=profiles[n], model="m", cards=cards[n]) for n in range(4)])
+    name = router.fleet.names.target(rng.choice([None, "lora"]), None).name
     for number in rng.sample(range(4), rng.randrange(4)):
         router._set_ready(RankKey(f"e{number}", rng.randrange(2)), "out", BREAKER, 0.0)
     for _ in range(rng.randrange(20)):
@@ -325,9 +335,11 @@ def test_the_search_for_a_regular_rank_finds_what_a_scan_finds(
             router.observe(events.FirstTokenSeen(placed), 0.02)
     cached = {RankKey("e1", 0): prompt // 2}
     question = Question(("x",), Role.REGULAR, prompt, cached, float(output), 0.03, facts(), failed)
-    offer = search_of(router).choose_regular(question, None)
-    assert offer is not None
-    workers = [w for w in router.work.workers.values() if is_ready(router, w)]
+    workers = [w for w in router.work.workers.values() if is_ready(router, w) and w.site.endpoint.serves(name)]
+    offer = search_of(router).choose_regular(question, name)
+    assert (offer is None) is (not workers)
+    if offer is None:
+        return
     best_s = min(prefill_cost_s(question, w) + decode_cost_s(question, w) for w in workers)
     assert is_ready(router, offer.decode.worker)
     assert_cost(offer.cost_s, best_s)

@@ -9,7 +9,7 @@ from tests.core.builders import decode, prefill, regular
 
 def fleet_of(*endpoints: Endpoint) -> Fleet:
     """Return a fleet of these."""
-    fleet = Fleet(Disaggregation.AUTO)
+    fleet = Fleet(Disaggregation.AUTO, takes_any=True)
     for endpoint in endpoints:
         fleet.put(endpoint)
     return fleet

@@ -61,7 +61,7 @@ def test_which_ways_are_open(
     mode: str, endpoints: tuple[Endpoint, ...], request_: RequestFacts, ways: list[str]
 ) -> None:
     """What engines can do together and alone, and what the operator wants."""
-    fleet = Fleet(Disaggregation(mode))
+    fleet = Fleet(Disaggregation(mode), takes_any=True)
     for endpoint in endpoints:
         fleet.put(endpoint)
     assert [way.value for way in fleet.ways(None, request_)] == ways
@@ -69,7 +69,7 @@ def test_which_ways_are_open(
 
 def test_ways_follow_the_fleet() -> None:
     """A way that was open isn't when its endpoints are out."""
-    fleet = Fleet(Disaggregation.AUTO)
+    fleet = Fleet(Disaggregation.AUTO, takes_any=True)
     for endpoint in SGLANG_PAIR:
         fleet.put(endpoint)
     assert fleet.ways(None, CHAT) == (Way.PAIR,)

@@ -1,6 +1,7 @@
 """Any OpenAI-compatible engine: the body as it came."""
 
 from pdrouter.core.fleet import Role
+from pdrouter.core.names import Card
 from pdrouter.engines.base import Described
 from pdrouter.engines.openai import OpenAi
 
@@ -21,6 +22,8 @@ def test_a_request_goes_through() -> None:
 
 def test_it_tells_its_model() -> None:
     """The first of a list; what isn't understood is nothing."""
-    assert OpenAi().describe("/v1/models", b'{"data":[{"id":"m"},{"id":"lora"}]}') == Described(model="m")
+    assert OpenAi().describe("/v1/models", b'{"data":[{"id":"m"},{"id":"lora"}]}') == Described(
+        model="m", cards=(Card("m"), Card("lora"))
+    )
     assert OpenAi().describe("/v1/models", b'{"data":[]}') is None
     assert OpenAi().describe("/v1/models", b"<html>") is None

@@ -8,6 +8,7 @@ import pytest
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import RankReport
+from pdrouter.core.names import Card
 from pdrouter.engines.base import Described, HandOver, Inbound, Leg, LoadReply, Plan
 from pdrouter.engines.trtllm import Trtllm
 from pdrouter.engines.usage import PromptCount
@@ -289,7 +290,7 @@ def test_what_it_can_t_do() -> None:
 
 def test_what_it_tells_of_itself() -> None:
     """Model and version."""
-    assert ENGINE.describe("/v1/models", b'{"data":[{"id":"m"}]}') == Described(model="m")
+    assert ENGINE.describe("/v1/models", b'{"data":[{"id":"m"}]}') == Described(model="m", cards=(Card("m"),))
     assert ENGINE.describe("/version", b'{"version":"1.2.0"}') == Described(version="1.2.0")
     for path in ("/v1/models", "/version"):
         for body in (b"", b"{}", b"null", b"\xff", b"[" * 100_000, b'{"data":[]}'):

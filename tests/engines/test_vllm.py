@@ -7,6 +7,7 @@ import pytest
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import RankReport
+from pdrouter.core.names import Card
 from pdrouter.engines.base import Described, HandOver, Inbound, Leg, Plan
 from pdrouter.engines.usage import PromptCount
 from pdrouter.engines.vllm import Vllm
@@ -244,7 +245,9 @@ vllm:cache_config_info{block_size="128",engine="5",kv_cache_dtype_skip_layers="[
 
 def test_what_it_tells_of_itself() -> None:
     """Model, version, the ranks it owns, what one of them holds; Mooncake's engine ids by rank."""
-    assert ENGINE.describe("/v1/models", b'{"data":[{"id":"m","max_model_len":2048}]}') == Described(model="m")
+    assert ENGINE.describe("/v1/models", b'{"data":[{"id":"m","max_model_len":2048}]}') == Described(
+        model="m", cards=(Card("m", max_model_len=2048),)
+    )
     assert ENGINE.describe("/version", b'{"version":"0.32.0"}') == Described(version="0.32.0")
     metrics = Described(dp_size=2, rank_base=4, kv_capacity_tokens=364 * 128)
     assert ENGINE.describe("/metrics", METRICS) == metrics

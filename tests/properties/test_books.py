@@ -107,6 +107,7 @@ class Books(RuleBasedStateMachine):
                 decode_policy=self.policy,
                 rank_policy=self.rank_policy,
                 disaggregation=Disaggregation.AUTO,
+                accept_any_model=True,
                 breaker=BREAKER,
                 entrance=self.entrance,
                 report_max_age_s=MAX_AGE_S,

@@ -43,7 +43,8 @@ async def test_it_has_every_path(told: Any) -> None:
     async with route_to(waits=False) as lab:
         app = lab.router.service.app
         served = {path.decode() for path in [*app._apis, *app._pages, *app._fleet_api._paths]}
-    assert set(told["paths"]) == served | {"/workers/{worker_id}", "/debug/story/{request_id}"}
+    by_id = {"/workers/{worker_id}", "/debug/story/{request_id}", "/v1/models/{model_id}"}
+    assert set(told["paths"]) == served | by_id
 
 
 def test_all_that_it_names_is_there(told: Any) -> None:

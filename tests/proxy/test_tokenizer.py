@@ -196,19 +196,29 @@ async def test_blocks_are_as_wide_as_the_count_says(folder: Path) -> None:
 
 @pytest.mark.usefixtures("slow")
 async def test_some_requests_are_estimated(slow: Slow) -> None:
-    """Long ones, those of a model without tokenizer, ids, batches; and nothing is counted of what isn't a prompt."""
+    """Long ones, ids, batches; and nothing is counted of what isn't a prompt."""
     slow.may_end.set()
     async with make_lab(tokenizer_path=["emulated=/x", "other=/y"], tokenizer_max_bytes=2000) as lab:
         assert (await post(lab.url, CHAT, chat("word " * 500), ID)).status == 200
         assert counts(lab) == {"too_long": 1}
-        for body in ({"model": "third", "prompt": "a"}, {"prompt": "a"}, {"model": "emulated", "prompt": [1, 2]}):
-            await post(lab.url, COMPLETIONS, body | {"max_tokens": 1})
+        await post(lab.url, COMPLETIONS, {"model": "emulated", "prompt": [1, 2], "max_tokens": 1})
         await post(lab.url, CHAT, chat("a", n=2))
         assert (await post(lab.url, CHAT, chat("a", bootstrap_port="x")["messages"])).status == 400
         assert counts(lab) == {"too_long": 1}
         await post(lab.url, CHAT, chat("a"), ID)
         assert counts(lab) == {"too_long": 1, "counted": 1}
         assert prompt_tokens(lab, "mine") == 77
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("path", "is_counted"), [("emulated=/x", True), ("other=/x", False)])
+async def test_a_request_is_counted_by_its_base_models_tokenizer(slow: Slow, path: str, is_counted: bool) -> None:
+    """Whatever name it uses, or none; estimated where that model has no tokenizer."""
+    slow.may_end.set()
+    async with make_lab(tokenizer_path=[path]) as lab:
+        for body in ({"model": "third", "prompt": "a"}, {"prompt": "a"}):
+            await post(lab.url, COMPLETIONS, body | {"max_tokens": 1})
+        assert counts(lab) == ({"counted": 2} if is_counted else {})
 
 
 @pytest.mark.invariant("I9")

@@ -15,10 +15,12 @@ import structlog
 
 from pdrouter.control.description import Description, contradictions
 from pdrouter.control.discovery import Found
+from pdrouter.control.models import ModelLists
 from pdrouter.control.probe import Prober
 from pdrouter.core.events import EndpointDescribed, EndpointRestarted, ReadinessChanged
 from pdrouter.core.fleet import HEALTH, Endpoint, Role
 from pdrouter.core.router import Router
+from pdrouter.engines.about import MODELS_PATH
 from pdrouter.engines.base import Described, Engine
 from pdrouter.errors import ConnectFailed, PoolExhausted, RouterError
 
@@ -58,6 +60,7 @@ class HealthWatch:
         options: HealthOptions,
         found: Found,
         on_restart: Callable[[], None],
+        lists: ModelLists,
     ) -> None:
         self.options = options
         self._router = router
@@ -67,6 +70,7 @@ class HealthWatch:
         self._endpoint = found.endpoint
         self._fixed = found.fixed
         self._on_restart = on_restart
+        self._lists = lists
         self._is_reached = False
         self._is_up = False
         self._failures = 0
@@ -116,6 +120,16 @@ class HealthWatch:
         self._router.observe(EndpointDescribed(self._endpoint), self._clock())
         self._is_anew = True
         self._hurry.set()
+
+    async def list_models(self) -> None:
+        """Ask which ids it lists now; what it listed before stands if it doesn't tell."""
+        told = None
+        with suppress(RouterError):
+            told = await self._ask([(self._endpoint, MODELS_PATH)])
+        if told is None:
+            self._lists.counts["failed"] += 1
+        else:
+            self._take_in([told])
 
     async def _until_failing(self) -> None:
         self._is_up, self._failures = True, 0
@@ -236,7 +250,8 @@ class HealthWatch:
         """Return what the first of these that is understood tells."""
         for place, path in group:
             status, body = await self._prober.get(place, path, self.options.timeout_s)
-            described = self._engine.describe(path, body) if status == 200 else None
+            is_readable = status == 200 and (path != MODELS_PATH or self._lists.is_readable(body))
+            described = self._engine.describe(path, body) if is_readable else None
             if described is not None:
                 return described
         return None
@@ -250,6 +265,8 @@ class HealthWatch:
         if endpoint.role is not Role.PREFILL:
             values.pop("bootstrap_port", None)  # what others tell is a default that they don't use
         news = {name: value for name, value in values.items() if name in _TOLD and name not in self._fixed}
+        if isinstance(cards := news.get("cards"), tuple):
+            news["cards"] = self._lists.take(endpoint.cards, cards)
         described = msgspec.structs.replace(endpoint, **news)
         if described != endpoint:
             change = self._description.changed(endpoint, described, is_in_use=self._is_up)
@@ -257,7 +274,8 @@ class HealthWatch:
                 self._restart = f"it tells another {change}"
             self._endpoint = described
             self._router.observe(EndpointDescribed(described), self._clock())
-            self._log.info("described", model=described.model, dp_size=described.dp_size, version=described.version)
+            about = {"model": described.model, "dp_size": described.dp_size, "version": described.version}
+            self._log.info("described", **about, names=len(described.names))
         return None
 
     def _tell_warning(self) -> None:

@@ -14,6 +14,7 @@ import structlog
 from pdrouter.control.discovery import Found
 from pdrouter.control.health import NOT_REACHED, HealthOptions, HealthWatch
 from pdrouter.control.load_monitor import LoadMonitor, LoadOptions
+from pdrouter.control.models import ModelLists, ModelMonitor, ModelOptions
 from pdrouter.control.probe import Prober
 from pdrouter.control.tasks import Supervisor
 from pdrouter.core.events import EndpointJoined, EndpointLeft, ReadinessChanged
@@ -26,6 +27,14 @@ DRAINING = "draining"
 
 _LOOK_S = 0.1
 """Time between two looks whether a draining endpoint has anything left to do; chosen."""
+
+
+class WatchOptions(msgspec.Struct, frozen=True):
+    """How members are watched."""
+
+    health: HealthOptions
+    load: LoadOptions
+    models: ModelOptions
 
 
 class _Member(msgspec.Struct):
@@ -50,10 +59,10 @@ class Members:
         supervisor: Supervisor,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        health_options: HealthOptions,
-        load_options: LoadOptions,
+        options: WatchOptions,
         let_go: Callable[[str], Awaitable[None]],
     ) -> None:
+        self.lists = ModelLists(options.models)
         self.counts: Counter[str] = Counter(joined=0, changed=0, restarted=0, left=0)
         self._router = router
         self._engines = engines
@@ -61,8 +70,7 @@ class Members:
         self._supervisor = supervisor
         self._clock = clock
         self._wall_clock = wall_clock
-        self._health_options = health_options
-        self._load_options = load_options
+        self._options = options
         self._let_go = let_go
         self._members: dict[str, _Member] = {}
         self._log = structlog.stdlib.get_logger("pdrouter.members")
@@ -93,23 +101,26 @@ class Members:
             engine,
             self._prober,
             self._clock,
-            self._health_options,
+            self._options.health,
             found,
             partial(self._restarted, address),
+            self.lists,
         )
+        models = ModelMonitor(self.lists, partial(self._router.fleet.is_ready, address), health.list_models)
         loads = LoadMonitor(
             self._router,
             engine,
             self._prober,
             self._clock,
             self._wall_clock,
-            self._load_options,
+            self._options.load,
             address,
             health,
         )
         tasks = [
             self._supervisor.start(f"health {address}", health.run),
             self._supervisor.start(f"load {address}", loads.run),
+            self._supervisor.start(f"models {address}", models.run),
         ]
         self._members[address] = _Member(found, health, loads, tasks)
         self._count("joined", address)
@@ -163,11 +174,11 @@ class Members:
         if member is not None:
             member.health.failed(error)
 
-    def set_options(self, health_options: HealthOptions, load_options: LoadOptions) -> None:
+    def set_options(self, options: WatchOptions) -> None:
         """Watch in another way from now on."""
-        self._health_options, self._load_options = health_options, load_options
+        self._options, self.lists.options = options, options.models
         for member in self._members.values():
-            member.health.options, member.loads.options = health_options, load_options
+            member.health.options, member.loads.options = options.health, options.load
 
     def update(self, before: Iterable[Found], after: Iterable[Found], within_s: float) -> None:
         """Follow a change of the settings; members that neither names stay as they are."""

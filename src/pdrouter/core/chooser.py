@@ -102,7 +102,8 @@ class Chooser:
         offers = self._offers(question, model, ways) if is_free else ()
         choice = _offered(question, offers) if offers else self._by_policies(question, model, ways)
         decode = choice.decode.load.endpoint
-        self._fleet.check_pair(decode if choice.prefill is None else choice.prefill.load.endpoint, decode)  # I6
+        prefill = decode if choice.prefill is None else choice.prefill.load.endpoint
+        self._fleet.check_pair(prefill, decode, model)  # I6
         if self._fleet.ranks_out:
             for spot in choice.spots:
                 self._fleet.check_rank(_key(spot.load, spot.rank))

@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from pdrouter.core.ledger import RankKey
+from pdrouter.core.names import Card, Names, names_of
 from pdrouter.core.request import RequestFacts, Task
 from pdrouter.errors import InvariantViolation
 
@@ -35,8 +36,9 @@ class Role(StrEnum):
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One engine server.
 
-    ``address`` is ``host:port``. ``model`` is ``None`` until the engine has told it. Endpoints may be paired when
-    engine, KV transport, group and model agree (I6). ``version`` and ``bootstrap_port`` are the engine's own.
+    ``address`` is ``host:port``. ``model`` is the base model, ``None`` until the engine has told it. ``cards`` are the
+    ids that the engine lists, ``names`` what requests may call them. Endpoints may be paired when engine, KV transport,
+    group and model agree (I6). ``version`` and ``bootstrap_port`` are the engine's own.
     ``warning`` says what doesn't add up in what it tells, though it can be used.
     ``profile`` names the timing it is expected to have (``cost.py``), ``gpu`` what it runs on.
     ``dp_size`` is the number of its data-parallel ranks; ``dp_attention`` says that they share one tensor-parallel
@@ -58,6 +60,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     kv_transport: str = "bootstrap"
     group: str = ""
     model: str | None = None
+    cards: tuple[Card, ...] = ()
+    names: frozenset[str] = frozenset()
     dp_size: int = 1
     dp_attention: bool = False
     bootstrap_port: int | None = None
@@ -77,6 +81,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     reports_lag: bool = False
     tells_transfer: bool = False
 
+    def __post_init__(self) -> None:
+        """Derive its names; also when it is described again."""
+        msgspec.structs.force_setattr(self, "names", frozenset(names_of(self.model, self.cards)))
+
     @property
     def url(self) -> str:
         """Where it listens."""
@@ -84,7 +92,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def serves(self, model: str | None) -> bool:
         """Whether a request for ``model`` may go there; one that isn't known may serve any."""
-        return model is None or self.model is None or self.model == model
+        return model is None or self.model is None or model in self.names
 
     def parts(self, facts: RequestFacts) -> bool:
         """Whether its engine does a request in two legs."""
@@ -136,7 +144,8 @@ class Fleet:
     ``ranks_out`` are, by address, the ranks that are out by themselves; an endpoint without any isn't in it.
     """
 
-    def __init__(self, disaggregation: Disaggregation) -> None:
+    def __init__(self, disaggregation: Disaggregation, *, takes_any: bool) -> None:
+        self.names = Names(takes_any=takes_any)
         self.ranks_out: dict[str, Sequence[int]] = {}
         self._disaggregation = disaggregation
         self._ways: dict[tuple[str | None, Task, bool, bool, bool], tuple[Way, ...]] = {}
@@ -145,7 +154,6 @@ class Fleet:
         self._alone: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._ready: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._partners: dict[tuple[str, str | None], tuple[Endpoint, ...]] = {}
-        self._models: frozenset[str] | None = None
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._endpoints.values())
@@ -162,6 +170,7 @@ class Fleet:
         if endpoint.address not in self._endpoints and out is not None:
             self._out[endpoint.address] = {HEALTH: out}
         self._endpoints[endpoint.address] = endpoint
+        self.names.put(endpoint.address, endpoint.model, endpoint.cards)
         for rank in self.ranks_out.get(endpoint.address, ()):
             if rank >= endpoint.dp_size:
                 del self._out[RankKey(endpoint.address, rank)]
@@ -172,6 +181,7 @@ class Fleet:
         """Forget an endpoint."""
         self._endpoints.pop(address, None)
         self._out.pop(address, None)
+        self.names.remove(address)
         for rank in self.ranks_out.pop(address, ()):
             del self._out[RankKey(address, rank)]
         self._forget_pools()
@@ -228,21 +238,16 @@ class Fleet:
             self._partners[prefill.address, model] = partners
         return partners
 
-    @property
-    def models(self) -> frozenset[str]:
-        """The models that are served, as far as the engines have told."""
-        if self._models is None:
-            self._models = frozenset(e.model for e in self._endpoints.values() if e.model is not None)
-        return self._models
-
-    def check_pair(self, prefill: Endpoint, decode: Endpoint) -> None:
+    def check_pair(self, prefill: Endpoint, decode: Endpoint, model: str | None) -> None:
         """Hold I6 for a decision.
 
-        Raises: InvariantViolation when one isn't ready or they can't be paired.
+        Raises: InvariantViolation when one isn't ready or doesn't serve the model, or they can't be paired.
         """
         for endpoint in (prefill, decode):
             if not self.is_ready(endpoint.address):
                 raise InvariantViolation(f"{endpoint.address} was chosen though it isn't ready")
+            if not endpoint.serves(model):
+                raise InvariantViolation(f"{endpoint.address} was chosen though it doesn't serve {model!r}")
         if prefill is not decode and not prefill.pairs_with(decode):
             raise InvariantViolation(f"{prefill.address} and {decode.address} can't be paired")
 
@@ -309,4 +314,3 @@ class Fleet:
         self._alone.clear()
         self._ready.clear()
         self._partners.clear()
-        self._models = None

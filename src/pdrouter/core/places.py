@@ -3,7 +3,7 @@
 It keeps them in order by keys that it is told, and knows neither requests nor moments. Who tells: ``work.py``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -103,6 +103,14 @@ class Worker:
         self.decode: Entry[Worker] | None = None
         self.prefill_tier: Tier | None = None
         self.decode_tier: Tier | None = None
+
+
+class Holding(NamedTuple):
+    """The ranks of one pool that have a name which others of their base model don't, by what they do."""
+
+    pool: "Pool"
+    readers: Sequence[Worker]
+    writers: Sequence[Worker]
 
 
 class Site:

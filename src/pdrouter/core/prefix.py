@@ -9,11 +9,14 @@ Whoever computed the hashes (signed, 64 bits), the index takes them as they are.
 import heapq
 from array import array
 from collections.abc import Sequence
+from typing import TypeVar
 
 import xxhash
 
 from pdrouter.core.ledger import RankKey
 from pdrouter.errors import InvariantViolation
+
+T = TypeVar("T")
 
 _BLOCK_BYTES = 8
 _NODE_BYTES = 420
@@ -155,7 +158,7 @@ class Match:
             if len(holds) == deeper:
                 continue
             deeper = len(holds)
-            keys = [hold.holder.key for hold in (holds if deeper <= limit else _window(holds, self._turn, limit))]
+            keys = [hold.holder.key for hold in window(holds, self._turn, limit)]
             fresh = [key for key in keys if key not in matched] if matched else keys
             matched |= dict.fromkeys(fresh[: limit - len(matched)], depth)
             if len(matched) == limit:
@@ -424,11 +427,12 @@ def _shared(run: Sequence[int], blocks: Sequence[int], start: int) -> int:
     return low
 
 
-def _window(holds: Sequence[_Hold], turn: int, length: int) -> list[_Hold]:
-    """Return ``length`` of more, beginning elsewhere at each turn."""
-    start = turn * length % len(holds)
-    window = list(holds[start : start + length])
-    return window + list(holds[: length - len(window)])
+def window(items: Sequence[T], turn: int, length: int) -> Sequence[T]:
+    """Return ``length`` of more items, beginning elsewhere at each turn; all if there aren't more."""
+    if len(items) <= length:
+        return items
+    start = turn * length % len(items)
+    return [*items[start : start + length], *items[: max(0, start + length - len(items))]]
 
 
 def _hangs_on(node: _Node | None, lost: set[_Node]) -> bool:

@@ -34,6 +34,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     ``request_id`` is the client's label and never a key. ``prompt_tokens`` is an estimate for the whole request,
     all prompts of a batch together; ``prompt_bytes`` and ``text`` are what it was estimated from (0 and ``None``
     where nothing can be learned from a count: ids, images, batches).
+    ``adapter`` is a LoRA adapter that the request names beside the model.
     ``prompts`` is how many answers there will be, ``is_list`` says that they are to more than one prompt, ``is_whole``
     that one endpoint shall do it all.
     ``prefix_blocks`` are the chained block hashes of the prompt (``core/prefix.py``), ``block_tokens`` the estimated
@@ -48,6 +49,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     task: Task = Task.GENERATE
     model: str | None = None
+    adapter: str | None = None
     prompt_bytes: int = 0
     text: TextShape | None = None
     prompts: int = 1

@@ -23,6 +23,7 @@ from pdrouter.core.journal import Journal
 from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.lifecycle import State, advance
 from pdrouter.core.load import LoadView
+from pdrouter.core.names import Target
 from pdrouter.core.outcomes import Name, Outcomes
 from pdrouter.core.outputs import OutputEstimator
 from pdrouter.core.policies import ENGINE, POLICIES
@@ -37,7 +38,7 @@ from pdrouter.core.shadow import Shadow, Shadowed, ShadowOptions
 from pdrouter.core.snapshot import Snapshot, take_snapshot
 from pdrouter.core.tokens import TokenEstimator
 from pdrouter.core.work import WorkIndex
-from pdrouter.errors import ModelNotFound, NoReadyPair, RouterError
+from pdrouter.errors import NoReadyPair, RouterError
 
 _EAGER_USAGES, _USAGE_STEP = 256, 8
 """Usage is learned from for so many decisions, then for one in so many; see benchmarks/proxy.py."""
@@ -62,6 +63,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode_policy: str
     rank_policy: str
     disaggregation: Disaggregation
+    accept_any_model: bool
     breaker: BreakerOptions
     entrance: EntranceOptions | None
     report_max_age_s: float
@@ -93,7 +95,7 @@ class Router:
     """One fleet, one ledger, one decision per request."""
 
     def __init__(self, options: RouterOptions) -> None:
-        self.fleet = Fleet(options.disaggregation)
+        self.fleet = Fleet(options.disaggregation, takes_any=options.accept_any_model)
         self.load = LoadView(
             report_max_age_s=options.report_max_age_s,
             visible_delay_s=options.visible_delay_s,
@@ -109,7 +111,7 @@ class Router:
         self.lost_prefixes = 0
         self.alone: dict[str, int] = {}
         self._profiles = Profiles(options.profile, options.profiles, options.profile_rules)
-        self.work = WorkIndex(self._profiles)
+        self.work = WorkIndex(self._profiles, self.fleet.names)
         self._prefix_block_tokens = options.prefix_block_tokens
         self._is_work_kept = options.uses(LeastWork.name)
         self.drains = DrainRates()
@@ -160,21 +162,23 @@ class Router:
         self._expire(now_s)
         self.outcomes.tick(now_s)
         try:
-            return self._place(facts, self._known_model(facts.model), avoid, now_s, is_admitted=is_admitted)
+            target = self.fleet.names.target(facts.model, facts.adapter)
+            return self._place(facts, target, avoid, now_s, is_admitted=is_admitted)
         except RouterError as error:
             self.journal.rejected(facts, error, now_s)
             return Rejection(error)
 
     def _place(
-        self, facts: RequestFacts, model: str | None, avoid: frozenset[RankKey], now_s: float, *, is_admitted: bool
+        self, facts: RequestFacts, target: Target, avoid: frozenset[RankKey], now_s: float, *, is_admitted: bool
     ) -> Decision | MustWait:
+        model = target.name
         ways = self.fleet.ways(model, facts)
         if not ways:
             raise NoReadyPair(self.why_nobody(model))
-        question = self._question(ROLE_OF[ways[0]], facts, model, avoid, now_s)
+        question = self._question(ROLE_OF[ways[0]], facts, target, avoid, now_s)
         choice = self._chooser.choose(question, model, ways)
         if self.entrance is not None and not is_admitted:
-            held = self.entrance.hold(model, choice, facts.prompt_tokens, now_s)
+            held = self.entrance.hold(target.line, choice, facts.prompt_tokens, now_s)
             if held is not None:
                 return held
         shadowed = None if self.shadow is None else self.shadow.look_on(question, model, ways, choice)
@@ -188,11 +192,13 @@ class Router:
         return self._record(facts, prefill, decode, choice.prefix_tokens, shadowed, now_s)
 
     def _question(
-        self, role: Role, facts: RequestFacts, model: str | None, avoid: frozenset[RankKey], now_s: float
+        self, role: Role, facts: RequestFacts, target: Target, avoid: frozenset[RankKey], now_s: float
     ) -> Question:
-        output_tokens = self.outputs.expected_tokens(self._learning_key(facts.model), facts)
+        output_tokens = self.outputs.expected_tokens(target.base, facts)
         cached = cached_tokens(self.prefixes, facts)
-        return Question((role, model or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts, avoid)
+        return Question(
+            (role, target.name or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts, avoid
+        )
 
     def _reserve(self, spot: Spot, kind: LegKind, prompt_tokens: int, now_s: float) -> Placement:
         load, rank, cached_tokens = spot.load, spot.rank, spot.cached_tokens
@@ -371,7 +377,7 @@ class Router:
     def _usage_seen(self, event: events.UsageSeen, now_s: float) -> None:
         event.decision.usage = Usage(now_s, event.prompt_tokens, event.completion_tokens)
         facts = event.decision.facts
-        model = self._learning_key(facts.model)
+        model = event.decision.decode.endpoint.model
         if facts.text is not None:
             self.tokens.learn(model, facts.text, event.prompt_tokens)
         self.tokens.learn_event_tokens(model, event.events, event.completion_tokens)
@@ -445,9 +451,13 @@ class Router:
         number = decision.number
         return number <= _EAGER_USAGES or not (number * _SCATTER >> 16) % _USAGE_STEP
 
-    def tokens_per_event(self, model: str | None) -> float:
-        """Return how many tokens one event of a model's streams carries."""
-        return self.tokens.event_tokens(self._learning_key(model))
+    def base_model(self, facts: RequestFacts) -> str | None:
+        """Return the base model that serves a request, ``None`` if that isn't known."""
+        return self.fleet.names.base(facts.model, facts.adapter)
+
+    def tokens_per_event(self, decision: Decision) -> float:
+        """Return how many tokens one event of a decision's stream carries."""
+        return self.tokens.event_tokens(decision.decode.endpoint.model)
 
     def validate(self) -> None:
         """Check the books (I1, I2, I11).
@@ -456,18 +466,6 @@ class Router:
         """
         self.load.validate()
         self.prefixes.validate()
-
-    def _known_model(self, model: str | None) -> str | None:
-        """Return the model to filter by: in a fleet of one model, engines judge the name themselves."""
-        models = self.fleet.models
-        if len(models) <= 1 or model is None:
-            return None
-        if model not in models:
-            raise ModelNotFound(f"the model {model!r} is not served; known: {', '.join(sorted(models))}", param="model")
-        return model
-
-    def _learning_key(self, model: str | None) -> str | None:
-        return model if model in self.fleet.models else None
 
     def snapshot(self, now_s: float) -> Snapshot:
         """Return readiness and load of the whole fleet at ``now_s``; it changes nothing."""

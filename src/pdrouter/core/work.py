@@ -6,14 +6,15 @@ Ranks of one pool and one tier of speed stand in one heap, so that what differs 
 Who searches in here: ``policies/least_work.py``.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from pdrouter.core.cost import Profile, queue_s, transfer_s
 from pdrouter.core.fleet import Role
 from pdrouter.core.heap import Entry
 from pdrouter.core.ledger import LegKind, RankKey, Reservation
 from pdrouter.core.load import EndpointLoad
-from pdrouter.core.places import Domain, DomainKey, Pace, Site, Tier, Worker
+from pdrouter.core.names import Names
+from pdrouter.core.places import Domain, DomainKey, Holding, Pace, Pool, Site, Tier, Worker
 from pdrouter.core.profiles import Profiles
 from pdrouter.core.speed import Peers
 
@@ -27,10 +28,12 @@ _TELLING_PROMPT_TOKENS = 2048
 class WorkIndex:
     """All ranks that are ready, by what they have still to do."""
 
-    def __init__(self, profiles: Profiles) -> None:
+    def __init__(self, profiles: Profiles, names: Names) -> None:
         self.sites: dict[str, Site] = {}
         self.workers: dict[RankKey, Worker] = {}
         self._profiles = profiles
+        self._names = names
+        self._holdings: dict[tuple[str, bool], Sequence[Holding]] = {}  # of names that are asked for
         self._domains: dict[DomainKey, Domain] = {}
         self._peers: dict[Profile, Peers] = {}
         self._paces: dict[tuple[Profile, int], Pace] = {}  # no more than profiles times classes of speed (I9)
@@ -41,6 +44,25 @@ class WorkIndex:
             domain = self._domains.get((model, regular))
             return () if domain is None else (domain,)
         return [domain for (_, is_regular), domain in self._domains.items() if is_regular is regular]
+
+    def holdings(self, name: str | None, *, regular: bool) -> Sequence[Holding]:
+        """Return, by pool, the ranks that have a name which others of their base model don't; none if all have it."""
+        if name is None:
+            return ()
+        found = self._holdings.get((name, regular))
+        if found is None:
+            found = self._holdings[name, regular] = self._find_holdings(name, regular=regular)
+        return found
+
+    def _find_holdings(self, name: str, *, regular: bool) -> Sequence[Holding]:
+        pools: dict[Pool, tuple[list[Worker], list[Worker]]] = {}
+        for address in self._names.partial_holders(name):
+            site = self.sites.get(address)
+            if site is not None and (site.endpoint.role is Role.REGULAR) is regular:
+                readers, writers = pools.setdefault(site.pool, ([], []))
+                readers += site.workers if site.has_prefill else ()
+                writers += site.workers if site.has_decode else ()
+        return [Holding(pool, *workers) for pool, workers in pools.items()]
 
     def add(self, load: EndpointLoad, now_s: float) -> None:
         """Take in an endpoint, not ready yet, or its new description; what was learned of its speed stays."""
@@ -59,12 +81,14 @@ class WorkIndex:
             site.inherit(known, now_s)
         for worker in site.workers:
             self.workers[worker.load.key] = worker
+        self._holdings.clear()
 
     def remove(self, address: str) -> None:
         """Forget an endpoint."""
         site = self.sites.pop(address, None)
         if site is None:
             return
+        self._holdings.clear()
         self._take_out(site, site.workers)
         for worker in site.workers:
             self.workers.pop(worker.load.key, None)

@@ -13,11 +13,15 @@ import msgspec
 from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.load import RankReport
+from pdrouter.core.names import Card
 from pdrouter.core.request import Task
 from pdrouter.engines.usage import PromptCount
 from pdrouter.errors import DuplicateField, InvalidJson
 
 Piece = bytes | memoryview
+
+MAX_ID_CHARS = 256
+"""A longer id of a model isn't taken (I9); chosen."""
 
 _END = re.compile(rb"\s*\}")
 _QUOTE = ord('"')
@@ -107,7 +111,8 @@ class Described(msgspec.Struct, frozen=True):
     """What an engine tells of itself; ``None`` where it doesn't. The names are those of ``Endpoint``.
 
     ``rank_base`` is the first of its ranks among those of its deployment, ``kv_capacity_tokens`` that of one rank,
-    ``kv_engine_ids`` what its KV transport calls its ranks. A number that can't be counts as not told.
+    ``kv_engine_ids`` what its KV transport calls its ranks, ``cards`` the ids that it lists.
+    What can't be counts as not told.
     ``contradiction`` is no field of ``Endpoint``: it says which parts of the reply disagree on the number of ranks;
     ``dp_size`` is then the largest number.
     """
@@ -122,6 +127,7 @@ class Described(msgspec.Struct, frozen=True):
     kv_engine_ids: tuple[str, ...] | None = None
     dp_attention: bool | None = None
     contradiction: str | None = None
+    cards: tuple[Card, ...] | None = None
 
     def __post_init__(self) -> None:
         """Leave out what can't be: the core makes room for each rank (I9)."""
@@ -129,6 +135,8 @@ class Described(msgspec.Struct, frozen=True):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 msgspec.structs.force_setattr(self, name, None)
+        if self.model is not None and len(self.model) > MAX_ID_CHARS:
+            msgspec.structs.force_setattr(self, "model", None)
 
 
 _BOUNDS: Mapping[str, tuple[int, int]] = {

@@ -13,6 +13,7 @@ from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.load import RankReport
 from pdrouter.core.request import Task
+from pdrouter.engines.about import MODELS_PATH, listed
 from pdrouter.engines.base import (
     Attempt,
     Described,
@@ -52,7 +53,7 @@ class Sglang:
     """Plans SGLang requests and reads SGLang's replies."""
 
     kv_transports: Sequence[str] = ("bootstrap",)
-    info_paths: Sequence[Sequence[str]] = (("/server_info", "/get_server_info"),)
+    info_paths: Sequence[Sequence[str]] = (("/server_info", "/get_server_info"), (MODELS_PATH,))
     tells: Collection[str] = ("role", "model", "dp_size", "version")
     load_paths: Sequence[str] = ("/v1/loads?include=core", "/get_load")
 
@@ -108,8 +109,10 @@ class Sglang:
     def bootstrap_path(self, endpoint: Endpoint) -> None:
         """Nothing: rooms need no names."""
 
-    def describe(self, _path: str, body: bytes) -> Described | None:
-        """Read ``/server_info``."""
+    def describe(self, path: str, body: bytes) -> Described | None:
+        """Read ``/server_info`` and ``/v1/models``, where an adapter ``A`` of ``M`` is asked for as ``M:A``."""
+        if path == MODELS_PATH:
+            return listed(body, "{parent}:{id}")
         try:
             info = msgspec.json.decode(body, type=_ServerInfo)
         except (msgspec.MsgspecError, RecursionError):

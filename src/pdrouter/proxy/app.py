@@ -22,6 +22,7 @@ from pdrouter.proxy.tokenizer import Counter
 from pdrouter.telemetry.metrics import CONTENT_TYPE
 
 _STORY = b"/debug/story/"
+_MODEL = b"/v1/models/"
 
 Page = Callable[[], tuple[int, bytes, bytes]]
 """A read-only page: status, content type, body."""
@@ -52,9 +53,10 @@ class App:
         metrics = self._metrics = dispatcher.metrics
         self._ids = dispatcher.ids
         clock = self._clock = dispatcher.clock
+        self._models = workers.ModelPages(router)
         self._apis: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
         self._pages: Mapping[bytes, Page] = {
-            b"/v1/models": lambda: (200, b"application/json", workers.models_page(router)),
+            b"/v1/models": lambda: _json_page(200, self._models.all()),
             b"/workers": lambda: (200, b"application/json", workers.workers_page(router)),
             b"/get_loads": lambda: (200, b"application/json", workers.loads_page(router, clock())),
             b"/debug/fleet": lambda: (200, b"application/json", workers.fleet_page(router, clock())),
@@ -145,6 +147,8 @@ class App:
         page = self._pages.get(client.path)
         if client.path.startswith(_STORY):
             page = partial(self._story, client.path.removeprefix(_STORY))
+        elif client.path.startswith(_MODEL):
+            page = partial(self._model, client.path.removeprefix(_MODEL))
         if page is None:
             raise NotFound(f"no such path: {path[:256]}")
         if client.method not in (b"GET", b"HEAD"):
@@ -154,6 +158,9 @@ class App:
 
     def _story(self, quoted_id: bytes) -> tuple[int, bytes, bytes]:
         return 200, b"application/json", workers.story_page(self._router, quoted_id, self._clock())
+
+    def _model(self, quoted_id: bytes) -> tuple[int, bytes, bytes]:
+        return _json_page(200, self._models.one(quoted_id))
 
 
 def _not_allowed(path: str, *allowed: str) -> MethodNotAllowed:

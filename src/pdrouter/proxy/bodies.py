@@ -186,6 +186,7 @@ class Whole(Struct):
 
     model: str | None = None
     stream: Scalar = None
+    lora_path: RawField = UNSET
 
 
 class Generate(Body):

@@ -32,7 +32,7 @@ from pdrouter.proxy.bodies import (
     form_value,
 )
 from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, identity, repeated
-from pdrouter.proxy.prompts import Prompt, cache_key, read_prompt
+from pdrouter.proxy.prompts import Prompt, adapter_of, cache_key, read_prompt
 from pdrouter.proxy.scalars import boolean, integer
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
@@ -136,16 +136,18 @@ class Intake:
         content_type = next((value for name, value in headers if name == b"content-type"), b"application/json")
         if content_type.lower().startswith(b"multipart/"):
             model, is_stream, text = form_value(b"model", body), boolean("stream", form_value(b"stream", body)), None
+            adapter = None
         else:
             whole = decode_whole(body)
-            model, is_stream = whole.model, boolean("stream", whole.stream)
+            model, is_stream, adapter = whole.model, boolean("stream", whole.stream), adapter_of(whole.lora_path)
             text = TextShape.of(body) if task is Task.READ else None
-        tokens = self._router.tokens.estimate(model, text) if text else 1
+        tokens = self._router.tokens.estimate(self._router.fleet.names.base(model, adapter), text) if text else 1
         facts = RequestFacts(
             request_id=request_id,
             prompt_tokens=max(1, tokens),
             task=task,
             model=model,
+            adapter=adapter,
             decode_rank=rank,
             routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,
             client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
@@ -235,7 +237,9 @@ class Intake:
         samples = batch or 1
         tenant, weight = self._tenant(keys) if keys else (None, 1.0)
         text = TextShape.of(prompt.text) if prompt.text else None
-        tokens = prompt.tokens + (self._router.tokens.estimate(body.model, text) if text else 0)
+        names, model = self._router.fleet.names, body.model
+        adapter = None if body.lora_path is UNSET else adapter_of(body.lora_path)
+        tokens = prompt.tokens + (self._router.tokens.estimate(names.base(model, adapter), text) if text else 0)
         is_single = samples == 1
         is_text = is_single and not prompt.tokens
         blocks = prompt.blocks(self._options.prefix_block_bytes) if is_single else []
@@ -243,13 +247,14 @@ class Intake:
         return RequestFacts(
             request_id=request_id,
             task=task,
-            model=body.model,
+            model=model,
+            adapter=adapter,
             prompt_tokens=max(1, tokens) * (samples // (prompt.samples or 1)),
             prompt_bytes=max(1, int(text.size)) if text and is_text else 0,
             text=text if is_text else None,
             prompts=samples,
             is_list=(prompt.samples or 1) > 1,
-            prefix_blocks=block_hashes(blocks, cache_key(body)),
+            prefix_blocks=block_hashes(blocks, cache_key(body, names.cache_key(model, adapter))),
             block_tokens=compared * tokens / len(blocks) if blocks else 0.0,
             prefill_rank=ranks[0],
             decode_rank=ranks[1],

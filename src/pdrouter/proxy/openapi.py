@@ -23,6 +23,7 @@ from pdrouter.errors import (
     InvalidRequest,
     InvariantViolation,
     MethodNotAllowed,
+    ModelNotFound,
     NoReadyPair,
     NotFound,
     NotImplementedHere,
@@ -155,6 +156,10 @@ def _read_only() -> Part:
     story = _get("All that is known of a request's lives.", _ref(Stories), unknown)
     return {
         "/v1/models": {"get": _get("The models that are served.", _ref(pages.Models))},
+        "/v1/models/{model_id}": {
+            "get": _get("One model.", _ref(pages.Model), {"404": _failed(ErrorReply, [ModelNotFound.code])}),
+            "parameters": [_parameter("model_id", "path")],
+        },
         "/get_loads": {"get": _get("The load of every endpoint.", _ref(pages.Loads))},
         "/debug/fleet": {"get": _get("Every rank's load, as reported, held and judged.", _ref(pages.Fleet))},
         "/debug/story/{request_id}": {"get": story, "parameters": [_parameter("request_id", "path")]},

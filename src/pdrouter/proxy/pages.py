@@ -66,12 +66,15 @@ class Version(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """A model that some endpoint serves."""
+    """A model that some endpoint lists, or an adapter of one (``parent``), as the engine tells it."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str | None
+    parent: str | None
+    max_model_len: int | None
 
 
 class Models(Struct, frozen=True):

@@ -4,6 +4,7 @@ All in the order in which the engine will see it. Text is never decoded, token i
 """
 
 import re
+from contextlib import suppress
 
 import msgspec
 import xxhash
@@ -77,10 +78,23 @@ def read_prompt(body: AnyBody, image_tokens: int) -> Prompt:
     return _generate_prompt(body)
 
 
-def cache_key(body: Body) -> bytes:
-    """Return what separates engines' caches: model, LoRA adapter, and the keys that clients may set (salts)."""
+def cache_key(body: Body, model: str) -> bytes:
+    """Return what separates engines' caches: base model and adapter, and the keys that clients may set (salts)."""
     parts = [_value(field) or b"" for field in (body.lora_path, body.cache_salt, body.extra_key)]
-    return b"\0".join([(body.model or "").encode(), *parts])
+    return b"\0".join([model.encode(), *parts])
+
+
+def adapter_of(lora_path: RawField) -> str | None:
+    """Return the LoRA adapter that a body names beside its model; of a list the first, ``None`` if it names none."""
+    raw = _value(lora_path)
+    if raw is None:
+        return None
+    with suppress(msgspec.MsgspecError, RecursionError):
+        named = msgspec.json.decode(raw, type=str | list[str | None])
+        if isinstance(named, list):
+            named = next((name for name in named if name), "")
+        return named or None
+    return None
 
 
 def _generate_prompt(body: Generate) -> Prompt:

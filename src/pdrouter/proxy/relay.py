@@ -128,6 +128,6 @@ class Observer:
         return Answered(self._first_at_s or None, prompt_tokens, output_tokens)
 
     def _tell_growth(self, now_s: float) -> None:
-        rate = self._router.tokens_per_event(self._decision.facts.model)
+        rate = self._router.tokens_per_event(self._decision)
         self._router.observe(TokensGenerated(self._decision, round((self._events - self._told) * rate)), now_s)
         self._told = self._events

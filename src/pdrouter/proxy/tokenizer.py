@@ -70,7 +70,8 @@ class Counter:
 
     def count(self, facts: RequestFacts, api: Api, body: bytes, client: Client, go_on: GoOn) -> bool:
         """Let a prompt be counted, and ``go_on`` be called then; ``False`` where the estimate is to do."""
-        tokenizer = self._tokenizers.get(facts.model) or self._tokenizers.get(None)
+        names = (facts.model, self._router.base_model(facts), None)
+        tokenizer = next((known for name in names if (known := self._tokenizers.get(name)) is not None), None)
         if tokenizer is None or facts.text is None:
             return False
         if len(body) > self._options.max_bytes:
@@ -106,7 +107,7 @@ class Counter:
             go_on(self._recounted(facts, counting.result()))
 
     def _recounted(self, facts: RequestFacts, text: TextShape) -> RequestFacts:
-        tokens = self._router.tokens.estimate(facts.model, text)
+        tokens = self._router.tokens.estimate(self._router.base_model(facts), text)
         block_tokens = facts.block_tokens * tokens / facts.prompt_tokens
         return msgspec.structs.replace(facts, text=text, prompt_tokens=tokens, block_tokens=block_tokens)
 

@@ -8,10 +8,11 @@ import msgspec
 from pdrouter import __version__
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.ledger import RankKey
+from pdrouter.core.names import MAX_SHOWN_CHARS, Card
 from pdrouter.core.router import Router
 from pdrouter.core.snapshot import EndpointSnapshot
 from pdrouter.core.story import Stories
-from pdrouter.errors import UnknownRequest
+from pdrouter.errors import ModelNotFound, UnknownRequest
 from pdrouter.proxy.pages import (
     EndpointPage,
     Fleet,
@@ -70,10 +71,51 @@ def version_page() -> bytes:
     return msgspec.json.encode(Version(__version__))
 
 
-def models_page(router: Router) -> bytes:
-    """Return ``GET /v1/models`` in OpenAI's shape."""
-    models = [Model(id=m, object="model", created=0, owned_by="pdrouter") for m in sorted(router.fleet.models)]
-    return msgspec.json.encode(Models("list", models))
+class ModelPages:
+    """``GET /v1/models`` in OpenAI's shape, made again when a name has changed."""
+
+    def __init__(self, router: Router) -> None:
+        self._fleet = router.fleet
+        self._version = -1
+        self._models: dict[str, Model] = {}
+        self._page = b""
+
+    def all(self) -> bytes:
+        """Return the page of all models that some endpoint lists."""
+        self._renew()
+        return self._page
+
+    def one(self, quoted_id: bytes) -> bytes:
+        """Return the page of one model.
+
+        Raises: ModelNotFound.
+        """
+        self._renew()
+        model_id = unquote_to_bytes(quoted_id).decode("utf-8", "replace")
+        model = self._models.get(model_id)
+        if model is None:
+            raise ModelNotFound(f"the model {model_id[:MAX_SHOWN_CHARS]!r} is not served", param="model")
+        return msgspec.json.encode(model)
+
+    def _renew(self) -> None:
+        if self._version == self._fleet.names.version:
+            return
+        self._version = self._fleet.names.version
+        cards = {card.id: card for e in self._fleet for card in e.cards or ([Card(e.model)] if e.model else ())}
+        self._models = {name: _model(cards[name]) for name in sorted(cards)}
+        self._page = msgspec.json.encode(Models("list", list(self._models.values())))
+
+
+def _model(card: Card) -> Model:
+    return Model(
+        id=card.id,
+        object="model",
+        created=card.created or 0,
+        owned_by=card.owned_by or "pdrouter",
+        root=card.root,
+        parent=card.parent,
+        max_model_len=card.max_model_len,
+    )
 
 
 def readiness_page(router: Router, *, is_draining: bool) -> tuple[int, bytes]:
@@ -82,7 +124,7 @@ def readiness_page(router: Router, *, is_draining: bool) -> tuple[int, bytes]:
         return 503, msgspec.json.encode(NotReady("not ready", "draining"))
     fleet = router.fleet
     total, healthy = len(fleet), sum(fleet.is_ready(e.address) for e in fleet)
-    models: list[str | None] = sorted(fleet.models) if len(fleet.models) > 1 else [None]  # type: ignore[assignment]
+    models: list[str | None] = [*sorted(fleet.names.bases)] if len(fleet.names.bases) > 1 else [None]
     lacking = [m for m in models if not fleet.ready(Role.PREFILL, m) and not fleet.ready(Role.REGULAR, m)]
     if not lacking:
         return 200, msgspec.json.encode(Ready("ready", healthy, total))

@@ -7,11 +7,12 @@
 For all ranks that hold none of the prompt the prefill differs by tier alone, so the best of a pool is the first of
 one of its heaps (``work.py``), or a rank that holds some of it. Pools are looked at until none that is left can do
 better. The choice is the optimum over the keys and tiers in the index; of very many ranks that read in step, the best
-of those that are free first.
+of those that are free first. A name that only some endpoints of its model have (an adapter) is looked for among those.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import ClassVar
 
 import msgspec
@@ -20,17 +21,24 @@ from pdrouter.core.cost import Profile, prefill_s, transfer_s
 from pdrouter.core.decision import Why
 from pdrouter.core.fleet import Role
 from pdrouter.core.load import EndpointLoad
-from pdrouter.core.places import Domain, Kind, Pool, Tier, Worker
+from pdrouter.core.places import Domain, Holding, Kind, Pool, Tier, Worker
 from pdrouter.core.policies.base import Candidate, Pick, PolicyOptions, Question, Turns
+from pdrouter.core.prefix import window
 from pdrouter.core.work import WorkIndex
 
 _INFINITY = float("inf")
+
+_COST_S = attrgetter("cost_s")
 
 _NEGLIGIBLE_S = 1e-9
 """What isn't worth a look. Chosen: far above rounding errors, far below what any clock tells."""
 
 _MOST_IN_STEP = 64
 """Ranks that read in step looked at in one tier, the first free first. Chosen: eight endpoints of eight."""
+
+_MOST_HELD, _MOST_HELD_POOLS = 64, 8
+"""Ranks of each side, and pools, that are looked at for a name that only some endpoints have. Chosen: of more, others
+come each time, and the best of 64 is close to the best of all."""
 
 _MOST_POOLS = 16
 """Pools with ranks that read in step looked at, the most promising first: bounds don't tell of neighbours. Chosen."""
@@ -63,10 +71,14 @@ class LeastWork:
     def __init__(self, options: PolicyOptions) -> None:
         self.index = options.work
         self._turns = Turns()
+        self._looks = 0
 
     def choose_pair(self, question: Question, model: str | None) -> PairOffer | None:
         """Return the best pair, ``None`` if there is none."""
         search = _PairSearch(question)
+        if held := self._held(question, model, regular=False):
+            search.held(held)
+            return search.result()
         for domain in self.index.domains(model, regular=False):
             search.matches(self.index, domain)
             search.pools(domain)
@@ -75,6 +87,9 @@ class LeastWork:
     def choose_regular(self, question: Question, model: str | None) -> PairOffer | None:
         """Return the best regular rank, ``None`` if there is none."""
         search = _RegularSearch(question)
+        if held := self._held(question, model, regular=True):
+            search.held(held)
+            return search.result()
         for domain in self.index.domains(model, regular=True):
             search.look(self.index, domain)
         return search.result()
@@ -84,13 +99,39 @@ class LeastWork:
 
         Looked at: the least loaded pool's best, and the ranks that hold some of the prompt.
         """
+        if held := self._held(question, model, regular=False):
+            workers = [worker for holding in held for worker in holding.writers if worker.decode is not None]
+        else:
+            domains = self.index.domains(model, regular=False)
+            workers = [worker for domain in domains for worker in _readers(question, self.index, domain)]
         best: Offer | None = None
-        for domain in self.index.domains(model, regular=False):
-            for worker in _readers(question, self.index, domain):
-                cost_s = alone_cost_s(question, worker)
-                if best is None or cost_s < best.cost_s:
-                    best = Offer(cost_s, worker)
+        for worker in workers:
+            cost_s = alone_cost_s(question, worker)
+            if best is None or cost_s < best.cost_s:
+                best = Offer(cost_s, worker)
         return None if best is None else PairOffer(best.cost_s, None, best, 1)
+
+    def _held(self, job: Question, name: str | None, *, regular: bool) -> Sequence[Holding]:
+        """Return the ranks to look at for a name that only some of its base model's have: all, or others each time."""
+        holdings = self.index.holdings(name, regular=regular)
+        if not holdings:
+            return ()
+        self._looks += 1
+        pools = window(holdings, self._looks, _MOST_HELD_POOLS)
+        return [self._some_of(holding, _MOST_HELD // len(pools), job, name) for holding in pools]
+
+    def _some_of(self, holding: Holding, most: int, job: Question, name: str | None) -> Holding:
+        """Return at most so many ranks of each side (I9), and beside them those that hold some of the prompt."""
+        pool, readers, writers = holding
+        if len(readers) <= most and len(writers) <= most:
+            return holding
+        known = [worker for key in job.cached_tokens if (worker := self.index.workers.get(key)) is not None]
+        having = [worker.site for worker in known if worker.site.pool is pool and worker.site.endpoint.serves(name)]
+        return Holding(
+            pool,
+            [*window(readers, self._looks, most), *(w for w in known if w.site in having and w.site.has_prefill)],
+            [*window(writers, self._looks, most), *(w for w in known if w.site in having and w.site.has_decode)],
+        )
 
     def choose(self, question: Question, candidates: Sequence[Candidate]) -> Pick:
         """Return the candidate with the least time on this side."""
@@ -126,6 +167,16 @@ class _PairSearch:
         if self._best is None:
             return None
         return PairOffer(self._best_s, *self._best, self._seen)
+
+    def held(self, holdings: Sequence[Holding]) -> None:
+        """Look at the ranks of holdings one by one."""
+        for holding in holdings:
+            offers = [Offer(decode_cost_s(self._job, writer), writer) for writer in holding.writers]
+            decode = min(offers, key=_COST_S, default=None)
+            if decode is not None and decode.cost_s < _INFINITY:
+                self._seen += len(holding.readers)
+                for reader in holding.readers:
+                    self._weigh(prefill_cost_s(self._job, reader), reader, decode)
 
     def matches(self, index: WorkIndex, domain: Domain) -> None:
         """Look at the ranks that hold some of the prompt; what ranks alike that hold as much take is told once."""
@@ -243,6 +294,13 @@ class _RegularSearch:
     def result(self) -> PairOffer | None:
         best = self._best
         return None if best is None else PairOffer(best.cost_s, None, best, self._seen)
+
+    def held(self, holdings: Sequence[Holding]) -> None:
+        """Look at the ranks of holdings one by one."""
+        for holding in holdings:
+            for worker in holding.readers:
+                if worker.decode is not None:
+                    self._consider(worker)
 
     def look(self, index: WorkIndex, domain: Domain) -> None:
         """Look at matches and first free ranks, then by decode load until no later rank can do better."""

@@ -307,6 +307,7 @@ def make_settings(flags: Mapping[str, object]) -> Settings:
         "shutdown_grace_period_secs": 0,
         "disable_retries": True,
         "log_level": "error",
+        "allowed_hosts": ["lab"],
     }
     return load_settings(None, {}, quick | dict(flags))
 

@@ -176,6 +176,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key: Annotated[str | None, setting("Server",
         "Key that a request must bring, `authorization: Bearer KEY` or `x-api-key: KEY`, unless it only reads a page; "
         "unset: none.")] = None
+    open_workers_api: Annotated[bool, setting("Server",
+        "Where there is no api_key, let other machines change the fleet, too.")] = False
+    allowed_hosts: Annotated[tuple[str, ...], setting("Server",
+        "Where there is no api_key, host names under which the fleet may be changed, beside localhost and IP "
+        "addresses; a web page can give the router any other name.", check=check_host)] = ()
     log_level: Annotated[LogLevel, setting("Server",
         "Least severe log lines that are written; debug has one for each decision.")] = "info"
     log_format: Annotated[LogFormat, setting("Server",

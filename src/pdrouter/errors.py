@@ -123,6 +123,27 @@ class Unauthorized(ClientError):
     code = "unauthorized"
 
 
+class CrossSite(ClientError):
+    """A browser asks for a page of another site to change the fleet."""
+
+    status = 403
+    code = "cross_site"
+
+
+class HostNotAllowed(ClientError):
+    """Without ``api_key`` the fleet isn't changed under a host name that isn't in ``allowed_hosts``."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class KeyNeeded(ClientError):
+    """Without ``api_key`` the fleet isn't changed from another machine, unless ``open_workers_api`` says so."""
+
+    status = 403
+    code = "key_needed"
+
+
 class QueueFull(ClientError):
     """No more requests may wait; ``retry_after_s`` is whole seconds after which there is likely to be room."""
 

@@ -25,6 +25,7 @@ from pdrouter.core.retry import RetryOptions
 from pdrouter.core.router import RouterOptions
 from pdrouter.core.shadow import ShadowOptions
 from pdrouter.plugins import load_policies
+from pdrouter.proxy.access import Access
 from pdrouter.proxy.cors import Cors
 from pdrouter.proxy.credentials import identity
 from pdrouter.proxy.deadlines import TimeLimits
@@ -207,6 +208,16 @@ def client_limits(settings: Settings) -> ClientLimits:
         write_buffer_bytes=settings.client_write_buffer_bytes,
         write_budget_bytes=settings.client_write_budget_bytes,
         body_budget_bytes=settings.client_body_budget_bytes,
+    )
+
+
+def access(settings: Settings) -> Access:
+    """Return who may use the API and change the fleet."""
+    return Access(
+        api_key=settings.api_key,
+        allowed_hosts=frozenset(name.lower().encode() for name in (settings.host, *settings.allowed_hosts)),
+        origins=frozenset(origin.encode() for origin in settings.cors_allowed_origins) - {b"*"},
+        is_open=settings.open_workers_api,
     )
 
 

@@ -34,6 +34,7 @@ from pdrouter.engines.vllm import Vllm
 from pdrouter.errors import ConfigError
 from pdrouter.options import (
     LIVE,
+    access,
     client_limits,
     cors,
     dispatch_options,
@@ -121,8 +122,9 @@ class Service:
                 self.router,
                 time.monotonic,
                 Doors(self.changes, prober.ask, self.supervisor.start),
-                settings.api_key,
+                access(settings),
             ),
+            access(settings),
             cors(settings),
         )
         self._add_counters()

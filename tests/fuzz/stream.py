@@ -211,6 +211,7 @@ class Wire:
 
     def __init__(self, full: Sequence[bool]) -> None:
         self.is_full = False
+        self.is_local = True
         self.written = b""
         self.is_over = False
         self._full = list(full)

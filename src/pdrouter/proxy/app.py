@@ -8,6 +8,7 @@ from pdrouter.core.router import Router
 from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientGone, MethodNotAllowed, NotFound, RouterError
 from pdrouter.proxy import openapi, workers
+from pdrouter.proxy.access import Access
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.cors import Cors
 from pdrouter.proxy.dispatch import Dispatcher
@@ -40,9 +41,11 @@ class App:
         rates: Rates | None,
         counter: Counter | None,
         fleet_api: FleetApi,
+        access: Access,
         cors: Cors | None,
     ) -> None:
         self.clients = clients
+        self._access = access
         self._cors = cors
         self._fleet_api = fleet_api
         self._rates = rates
@@ -83,7 +86,7 @@ class App:
         if client.path not in self._apis:
             return self._fleet_api.opened(client)
         self._metrics.began()
-        self._fleet_api.check_key(client)
+        self._access.check_key(client.header)
         check_encoding(client.header)
         return client.method == b"POST"
 

@@ -27,6 +27,11 @@ class Wire(Protocol):
     """What carries the reply: ``connection.py``."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether the client is on this machine."""
+        ...
+
+    @property
     def write(self) -> Callable[[bytes], None]:
         """Sends bytes, unless the connection is closing."""
         ...
@@ -169,6 +174,11 @@ class Client:
         """Send a whole reply."""
         self.start(status, [*headers, (b"content-length", b"%d" % len(body))], lines)
         self.end(body)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the client is on this machine."""
+        return self._wire.is_local
 
     @property
     def is_full(self) -> bool:

@@ -20,7 +20,7 @@ from pdrouter.errors import ClientGone, InvalidHttp, PayloadTooLarge, RouterErro
 from pdrouter.proxy import head
 from pdrouter.proxy.backlog import AT_ONCE_BYTES, Backlog
 from pdrouter.proxy.client import Client
-from pdrouter.proxy.limits import NEVER_S, Clients, group_of
+from pdrouter.proxy.limits import NEVER_S, Clients, group_of, is_loopback
 from pdrouter.proxy.outgoing import Outgoing
 
 _LINGER_S = 2.0
@@ -95,6 +95,11 @@ class Connection(asyncio.Protocol):
         self._current: Client | None = None
 
     # Called by the client's reply.
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the client is on this machine."""
+        return is_loopback(self._transport.get_extra_info("peername"))
 
     @property
     def is_full(self) -> bool:

@@ -6,7 +6,6 @@ It turns requests into calls and results into replies; who belongs to the fleet 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from hmac import compare_digest
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, quote, unquote
 
@@ -15,10 +14,10 @@ import msgspec
 from pdrouter.core.events import EndpointRestarted
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.router import Router
-from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoReadyPair, RouterError, Unauthorized
+from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoReadyPair, RouterError
 from pdrouter.proxy import workers
+from pdrouter.proxy.access import Access
 from pdrouter.proxy.client import Client
-from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, check_once, credential
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.head import check_encoding
 from pdrouter.proxy.pages import Accepted, Flushed, Generating, NotFlushed, Refusal, Urls
@@ -99,11 +98,11 @@ class FleetApi:
     With an ``api_key`` only those may do more than read pages who bring it along.
     """
 
-    def __init__(self, router: Router, clock: Callable[[], float], doors: Doors, api_key: str | None) -> None:
+    def __init__(self, router: Router, clock: Callable[[], float], doors: Doors, access: Access) -> None:
         self._router = router
         self._clock = clock
         self._doors = doors
-        self._key = None if api_key is None else api_key.encode()
+        self._access = access
         self._paths: Mapping[bytes, tuple[tuple[bytes, ...], Callable[[Client], None]]] = {
             b"/add_worker": (_POST, self._add_by_query),
             b"/remove_worker": (_POST, self._remove_by_query),
@@ -122,8 +121,7 @@ class FleetApi:
         Raises: RouterError.
         """
         if client.method not in _GET and self._action(client) is not None:
-            check_once(client.headers, (AUTHORIZATION, API_KEY))
-            self.check_key(client)
+            self._access.check_change(client)
         is_adding = client.path == _WORKERS and client.method == b"POST"
         return is_adding or (client.path.startswith(_WORKER) and client.method == b"PUT")
 
@@ -152,14 +150,6 @@ class FleetApi:
         if client.error is not None:
             raise client.error
         action(client)
-
-    def check_key(self, client: Client) -> None:
-        """Refuse a request without the key, if there is one.
-
-        Raises: Unauthorized.
-        """
-        if self._key is not None and not compare_digest(credential(client.header), self._key):
-            raise Unauthorized("this needs the router's api_key: authorization: Bearer KEY, or x-api-key: KEY")
 
     # One worker.
 

@@ -142,6 +142,14 @@ class Clients:
             loop.call_later(_EXPIRY_PAUSE_S, self._expire, late)
 
 
+def is_loopback(peer: object) -> bool:
+    """Whether a connection comes from this machine itself."""
+    host = str(peer[0]) if isinstance(peer, tuple) else ""
+    address = ipaddress.ip_address(host.partition("%")[0]) if host else None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address is not None and (mapped or address).is_loopback
+
+
 def group_of(peer: object) -> str:
     """Return what counts as one client's address: of IPv6 the first 64 bits, which one host has for itself."""
     host = str(peer[0]) if isinstance(peer, tuple) else ""

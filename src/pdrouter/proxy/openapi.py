@@ -15,13 +15,16 @@ from pdrouter.core.story import Stories
 from pdrouter.errors import (
     ClientGone,
     ConnectFailed,
+    CrossSite,
     ExpectationFailed,
     HeadTooLarge,
+    HostNotAllowed,
     HttpVersionNotSupported,
     InvalidHttp,
     InvalidJson,
     InvalidRequest,
     InvariantViolation,
+    KeyNeeded,
     MethodNotAllowed,
     ModelNotFound,
     NoReadyPair,
@@ -69,11 +72,11 @@ _FRONT = (
 )
 """What any path may answer."""
 
-_CHANGE = (Unauthorized,)
-_BODY = (Unauthorized, InvalidJson, InvalidRequest)
+_CHANGE = (Unauthorized, CrossSite, HostNotAllowed, KeyNeeded, InvalidRequest)
+_BODY = (*_CHANGE, InvalidJson)
 _ASK = (NoReadyPair, PoolExhausted, ConnectFailed, UpstreamClosed, UpstreamProtocol, UpstreamTimeout)
-_ELSEWHERE = (NotFound, UnknownRequest, ClientGone)
-"""What no inference path answers; with the last one nobody is there to read it."""
+_ELSEWHERE = (NotFound, UnknownRequest, ClientGone, CrossSite, HostNotAllowed, KeyNeeded)
+"""What no inference path answers; with ClientGone nobody is there to read it."""
 
 _CODES: Mapping[type[Struct], Callable[[type[RouterError]], str]] = {
     ErrorReply: lambda kind: kind.code,
@@ -184,7 +187,7 @@ def _fleet() -> Part:
     generates = {"200": _reply("A pair did, or a regular endpoint.", _ref(pages.Generating))}
     url = _parameter("url", "query")
     role = _parameter("worker_type", "query") | {"required": False}
-    by_query = _operation("Add an endpoint.", accepted, (*_CHANGE, InvalidRequest))
+    by_query = _operation("Add an endpoint.", accepted, _CHANGE)
     new, changed = _body(_ref(pages.NewWorker)), _body({"$ref": "#/components/schemas/ChangedWorker"})
     one = {"200": _reply("Done.", _ref(pages.Worker))}
     return {

@@ -47,6 +47,7 @@ EngineName = Literal["sglang", "vllm", "trtllm", "openai"]
 KvTransport = Literal["bootstrap", "nixl", "mooncake", "p2p_nccl", "shared_storage", "native", "none"]
 Disaggregation = Literal["auto", "always", "never"]
 PdFallback = Literal["none", "decode"]
+ReadinessRule = Literal["any", "all"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
 
@@ -173,6 +174,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Time for requests to end after that, or on an engine that leaves.", unit="s", low=0, high=86_400)] = 180.0
     config_check_interval_secs: Annotated[float, setting("Server",
         "Time between two looks at the settings' file; SIGHUP looks at once.", unit="s", low=0.05, high=86_400)] = 5.0
+    readiness: Annotated[ReadinessRule, setting("Server",
+        "What /readiness needs: that any model can be served, or every model that some endpoint has.")] = "any"
     api_key: Annotated[str | None, setting("Server",
         "Key that a request must bring, `authorization: Bearer KEY` or `x-api-key: KEY`, unless it only reads a page; "
         "unset: none.")] = None

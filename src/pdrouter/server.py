@@ -126,6 +126,7 @@ class Service:
             ),
             access(settings),
             cors(settings),
+            needs_all_models=settings.readiness == "all",
         )
         self._add_counters()
 

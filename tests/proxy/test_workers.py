@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdrouter.sim.emulator import EmulatorSettings, start_emulator
@@ -122,7 +123,54 @@ async def test_groups_are_not_mixed() -> None:
 async def test_readiness_counts() -> None:
     """/readiness tells how many engines are healthy, of how many."""
     async with make_lab(1, 2, 1) as lab:
-        assert (await lab.get("/readiness")).json() == {"status": "ready", "healthy_workers": 4, "total_workers": 4}
+        counts = {"healthy_workers": 4, "total_workers": 4}
+        model = {"id": "emulated", "is_served": True, "reason": None, **counts}
+        assert (await lab.get("/readiness")).json() == {"status": "ready", **counts, "models": [model]}
+
+
+@pytest.mark.parametrize(("rule", "statuses"), [("any", [200, 200, 503, 200]), ("all", [200, 503, 503, 503])])
+async def test_readiness_by_model(rule: str, statuses: list[int]) -> None:
+    """One broken model doesn't take the router out, unless that is wanted; each model is told of, with its reason."""
+    flags: dict[str, Any] = {"health_failure_threshold": 1, "health_success_threshold": 1, "readiness": rule}
+    async with two_models(**flags) as lab:
+        decode, worker = lab.decodes[0], lab.workers[0]
+        seen = [(await lab.get("/readiness")).status]
+        await fault(decode, "status", "/health")
+        await until(lambda: not lab.core.fleet.is_ready(decode.url[7:]))
+        page = await lab.get("/readiness")
+        seen.append(page.status)
+        a, b = page.json()["models"]
+        assert (a["id"], a["is_served"], a["healthy_workers"], a["total_workers"]) == ("a", False, 1, 2)
+        assert f"no decode endpoint of model 'a' is ready (1 known: {decode.url[7:]}" in a["reason"]
+        assert b == {"id": "b", "is_served": True, "reason": None, "healthy_workers": 1, "total_workers": 1}
+        assert (page.json()["healthy_workers"], page.json()["total_workers"]) == (2, 3)
+        assert page.json().get("reason") == (None if rule == "any" else a["reason"])
+        assert (await lab.post(CHAT, chat("x", model="b"))).status == 200
+        await fault(worker, "status", "/health")
+        await until(lambda: not lab.core.fleet.is_ready(worker.url[7:]))
+        page = await lab.get("/readiness")
+        seen.append(page.status)
+        assert page.json()["reason"] == "; ".join(model["reason"] for model in page.json()["models"])
+        worker.faults.clear()
+        await until(lambda: lab.core.fleet.is_ready(worker.url[7:]))
+        seen.append((await lab.get("/readiness")).status)
+        assert seen == statuses
+
+
+@pytest.mark.parametrize("disaggregation", ["auto", "never", "always"])
+async def test_a_decode_engine_that_reads_prompts_serves_its_model(disaggregation: str) -> None:
+    """Readiness is that of requests: a model is served where one is answered without a prefill endpoint."""
+    settings = EmulatorSettings(engine="vllm", role="decode", kv_connector="nixl", speed=100.0)
+    flags: dict[str, Any] = {"engine": "vllm", "disaggregation": disaggregation, "health_failure_threshold": 1}
+    async with (
+        start_emulator(msgspec.structs.replace(settings, role="prefill")) as prefill,
+        start_emulator(settings) as decode,
+        route_to([prefill], [decode], **flags) as lab,
+    ):
+        await fault(prefill, "status", "/health")
+        await until(lambda: not lab.core.fleet.is_ready(prefill.url[7:]))
+        assert (await lab.get("/readiness")).status == 200
+        assert (await lab.post(CHAT, chat("x"))).status == 200
 
 
 async def test_workers_page() -> None:

@@ -43,7 +43,11 @@ class App:
         fleet_api: FleetApi,
         access: Access,
         cors: Cors | None,
+        *,
+        needs_all_models: bool,
     ) -> None:
+        """Serve pages and the inference paths; ``needs_all_models``: to be ready, see ``readiness_page``."""
+        self._needs_all_models = needs_all_models
         self.clients = clients
         self._access = access
         self._cors = cors
@@ -63,7 +67,7 @@ class App:
             b"/workers": lambda: (200, b"application/json", workers.workers_page(router)),
             b"/get_loads": lambda: (200, b"application/json", workers.loads_page(router, clock())),
             b"/debug/fleet": lambda: (200, b"application/json", workers.fleet_page(router, clock())),
-            b"/readiness": lambda: _json_page(*workers.readiness_page(router, is_draining=clients.is_draining)),
+            b"/readiness": lambda: _json_page(*self._readiness()),
             b"/health": lambda: (200, b"text/plain", b"OK"),
             b"/liveness": lambda: (200, b"text/plain", b"OK"),
             b"/ping": lambda: (200, b"text/plain", b"OK"),
@@ -158,6 +162,10 @@ class App:
             raise _not_allowed(path, "GET", "HEAD")
         status, content_type, body = page()
         client.reply(status, [(b"content-type", content_type)], body)
+
+    def _readiness(self) -> tuple[int, bytes]:
+        is_draining = self.clients.is_draining
+        return workers.readiness_page(self._router, is_draining=is_draining, needs_all=self._needs_all_models)
 
     def _story(self, quoted_id: bytes) -> tuple[int, bytes, bytes]:
         return 200, b"application/json", workers.story_page(self._router, quoted_id, self._clock())

@@ -154,7 +154,7 @@ def _inference_errors() -> list[type[RouterError]]:
 
 
 def _read_only() -> Part:
-    not_ready = {"503": _reply("Not every known model can be served.", _ref(pages.NotReady))}
+    not_ready = {"503": _reply("Too few models can be served, or the router stops.", _ref(pages.NotReady))}
     unknown = {"404": _failed(ErrorReply, [UnknownRequest.code])}
     story = _get("All that is known of a request's lives.", _ref(Stories), unknown)
     return {
@@ -166,7 +166,7 @@ def _read_only() -> Part:
         "/get_loads": {"get": _get("The load of every endpoint.", _ref(pages.Loads))},
         "/debug/fleet": {"get": _get("Every rank's load, as reported, held and judged.", _ref(pages.Fleet))},
         "/debug/story/{request_id}": {"get": story, "parameters": [_parameter("request_id", "path")]},
-        "/readiness": {"get": _get("Whether every known model can be served.", _ref(pages.Ready), not_ready)},
+        "/readiness": {"get": _get("Whether models can be served, and which.", _ref(pages.Ready), not_ready)},
         "/health": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
         "/liveness": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
         "/ping": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},

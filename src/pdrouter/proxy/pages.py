@@ -179,18 +179,32 @@ class Loads(Struct, frozen=True):
     workers: list[WorkerLoad]
 
 
-class Ready(Struct, frozen=True):
-    """Every known model can be served."""
+class ModelReadiness(Struct, frozen=True):
+    """Whether requests for a base model can be served now; if not, ``reason`` says why."""
 
-    status: Literal["ready"]
+    id: str
+    is_served: bool
+    reason: str | None
     healthy_workers: int
     total_workers: int
 
 
+class Ready(Struct, frozen=True):
+    """Any model can be served, or with ``readiness: all`` every model that some endpoint has."""
+
+    status: Literal["ready"]
+    healthy_workers: int
+    total_workers: int
+    models: list[ModelReadiness]
+
+
 class NotReady(Struct, frozen=True):
-    """Some model can't be served, or none."""
+    """No model can be served, with ``readiness: all`` some model; or the router stops."""
 
     status: Literal["not ready"]
+    healthy_workers: int
+    total_workers: int
+    models: list[ModelReadiness]
     reason: str
 
 

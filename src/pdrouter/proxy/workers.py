@@ -9,6 +9,7 @@ from pdrouter import __version__
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.names import MAX_SHOWN_CHARS, Card
+from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
 from pdrouter.core.snapshot import EndpointSnapshot
 from pdrouter.core.story import Stories
@@ -18,6 +19,7 @@ from pdrouter.proxy.pages import (
     Fleet,
     Loads,
     Model,
+    ModelReadiness,
     Models,
     NotReady,
     Ready,
@@ -27,6 +29,12 @@ from pdrouter.proxy.pages import (
     WorkerLoad,
     Workers,
 )
+
+_PLAIN = RequestFacts(request_id="", prompt_tokens=1)
+"""What a model is ready for: one prompt and its answer."""
+
+_MAX_LACKING = 8
+"""Models whose reasons stand in the one reason for all."""
 
 
 def workers_page(router: Router) -> bytes:
@@ -118,18 +126,26 @@ def _model(card: Card) -> Model:
     )
 
 
-def readiness_page(router: Router, *, is_draining: bool) -> tuple[int, bytes]:
-    """Return ``GET /readiness``: ready needs a ready pair or regular endpoint for every known model."""
-    if is_draining:
-        return 503, msgspec.json.encode(NotReady("not ready", "draining"))
+def readiness_page(router: Router, *, is_draining: bool, needs_all: bool) -> tuple[int, bytes]:
+    """Return ``GET /readiness``: whether any model can be served, or all (``needs_all``), and of each why not."""
     fleet = router.fleet
-    total, healthy = len(fleet), sum(fleet.is_ready(e.address) for e in fleet)
-    models: list[str | None] = [*sorted(fleet.names.bases)] if len(fleet.names.bases) > 1 else [None]
-    lacking = [m for m in models if not fleet.ready(Role.PREFILL, m) and not fleet.ready(Role.REGULAR, m)]
-    if not lacking:
-        return 200, msgspec.json.encode(Ready("ready", healthy, total))
-    reason = "; ".join(router.why_nobody(model) for model in lacking)
-    return 503, msgspec.json.encode(NotReady("not ready", reason))
+    workers = Counter(endpoint.model for endpoint in fleet)
+    healthy = Counter(endpoint.model for endpoint in fleet if fleet.is_ready(endpoint.address))
+    models = [_readiness(router, base, healthy[base], workers[base]) for base in sorted(fleet.names.bases)]
+    served = [model.is_served for model in models] or [bool(fleet.ways(None, _PLAIN))]
+    counts = (healthy.total(), workers.total(), models)
+    if is_draining:
+        return 503, msgspec.json.encode(NotReady("not ready", *counts, "draining"))
+    if all(served) if needs_all else any(served):
+        return 200, msgspec.json.encode(Ready("ready", *counts))
+    lacking = [model.id for model in models if not model.is_served] if len(models) > 1 else [None]
+    reason = "; ".join(router.why_nobody(model) for model in lacking[:_MAX_LACKING])
+    return 503, msgspec.json.encode(NotReady("not ready", *counts, reason))
+
+
+def _readiness(router: Router, model: str, healthy: int, total: int) -> ModelReadiness:
+    is_served = bool(router.fleet.ways(model, _PLAIN))
+    return ModelReadiness(model, is_served, None if is_served else router.why_nobody(model), healthy, total)
 
 
 def worker_of(router: Router, endpoint: Endpoint) -> Worker:

@@ -31,6 +31,7 @@ KNOWN = {
     "ExpectationFailed": (417, "expectation_failed", "invalid_request_error", False, False),
     "HeadTooLarge": (431, "head_too_large", "invalid_request_error", False, False),
     "ClientGone": (499, "client_gone", "invalid_request_error", False, False),
+    "SampleNotNeeded": (499, "sample_not_needed", "invalid_request_error", False, False),
     "NoReadyPair": (503, "no_ready_pair", "server_error", True, False),
     "PoolExhausted": (503, "connection_limit", "server_error", True, False),
     "TooManyConnections": (503, "too_many_connections", "server_error", False, False),

@@ -160,6 +160,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Port to listen on; 0 lets the kernel choose.", unit="port number", low=0, high=65535)] = 30000
     max_payload_size: Annotated[int, setting("Server",
         "A longer request body gets 413.", unit="bytes", low=1, high=2**40)] = 536_870_912
+    max_samples: Annotated[int, setting("Server",
+        "Most answers to a prompt (`n`) where each has to be a request of its own, as with SGLang's pairs; above: 400. "
+        "OpenAI's own limit is 128.", unit="requests", low=1, high=4096)] = 128
     request_id_headers: Annotated[tuple[str, ...], setting("Server",
         "The first of these headers that a request carries is its id.",
         check=check_header)] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")

@@ -207,6 +207,12 @@ class ClientGone(ClientError):
     code = "client_gone"
 
 
+class SampleNotNeeded(ClientGone):
+    """Nobody reads this answer any more: another sample of the same request (``n`` > 1) has failed."""
+
+    code = "sample_not_needed"
+
+
 # Capacity: the fleet can't take the request now.
 
 

@@ -315,6 +315,7 @@ def dispatch_options(settings: Settings) -> DispatchOptions:
     return DispatchOptions(
         limits=time_limits(settings),
         max_reply_bytes=settings.upstream_max_reply_bytes,
+        max_samples=settings.max_samples,
         decision_headers=settings.decision_headers,
         max_attempts=1 if settings.disable_retries else settings.retry_max_retries,
         falls_back_to_decode=settings.pd_fallback == "decode",

@@ -111,7 +111,7 @@ async def test_lists_copies_and_models(client: AsyncOpenAI) -> None:
     answer = await client.completions.create(model=MODEL, prompt=prompts, max_tokens=4)
     assert [choice.text for choice in answer.choices] == [expected_text(prompt, 4) for prompt in prompts]
     copies = await client.chat.completions.create(model=MODEL, messages=said(QUESTION), max_tokens=4, n=2)
-    assert [c.message.content for c in copies.choices] == [answer_to(QUESTION, 4), answer_to(QUESTION, 4, 1)]
+    assert [c.message.content for c in copies.choices] == [answer_to(QUESTION, 4)] * 2
     assert [model.id async for model in client.models.list()] == [MODEL]
 
 

@@ -14,14 +14,21 @@ from pdrouter.core.router import Router
 
 from .builders import decide, decode, facts, make_options, make_router, prefill, prefill_of, regular, reject
 
-VLLM: dict[str, Any] = {"engine": "vllm", "kv_transport": "nixl", "pairs_lists": False, "reads_prompts": True}
+VLLM: dict[str, Any] = {
+    "engine": "vllm",
+    "kv_transport": "nixl",
+    "pairs_lists": False,
+    "pairs_copies": True,
+    "reads_prompts": True,
+}
 CHAT = facts()
 LIST = facts(is_list=True, prompts=2)
 MESSAGES = facts(task=Task.MESSAGES)
 READ = facts(task=Task.READ)
 OTHER = facts(task=Task.OTHER)
 WHOLE = facts(is_whole=True)
-COPIES = facts(prompts=2)
+COPIES = facts(prompts=2, copies=2)
+LIST_COPIES = facts(is_list=True, prompts=4, copies=2)
 
 SGLANG_PAIR = (prefill("p"), decode("d"))
 VLLM_PAIR = (prefill("p", **VLLM), decode("d", **VLLM))
@@ -44,7 +51,10 @@ VLLM_PAIR = (prefill("p", **VLLM), decode("d", **VLLM))
         ("never", VLLM_PAIR, CHAT, ["decode"]),
         ("auto", VLLM_PAIR, LIST, ["decode"]),
         ("always", VLLM_PAIR, COPIES, ["pair"]),
-        ("always", (prefill("p", **VLLM, pairs_copies=False), VLLM_PAIR[1]), COPIES, ["decode"]),
+        ("always", (prefill("p", **VLLM | {"pairs_copies": False}), VLLM_PAIR[1]), COPIES, ["decode"]),
+        ("auto", SGLANG_PAIR, COPIES, []),
+        ("auto", SGLANG_PAIR, LIST_COPIES, []),
+        ("auto", (*SGLANG_PAIR, regular("r")), LIST_COPIES, ["regular"]),
         ("always", VLLM_PAIR, LIST, ["decode"]),
         ("always", VLLM_PAIR, WHOLE, ["decode"]),
         ("auto", VLLM_PAIR[1:], CHAT, ["decode"]),
@@ -65,6 +75,36 @@ def test_which_ways_are_open(
     for endpoint in endpoints:
         fleet.put(endpoint)
     assert [way.value for way in fleet.ways(None, request_)] == ways
+
+
+MOONCAKE: dict[str, Any] = VLLM | {"kv_transport": "mooncake", "pairs_copies": False}
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "request_", "splits"),
+    [
+        (SGLANG_PAIR, COPIES, True),
+        (SGLANG_PAIR, LIST_COPIES, True),
+        (SGLANG_PAIR, CHAT, False),
+        (SGLANG_PAIR, LIST, False),
+        (SGLANG_PAIR[1:], COPIES, False),
+        ((), COPIES, False),
+        ((*SGLANG_PAIR, regular("r")), COPIES, False),
+        (VLLM_PAIR, COPIES, False),
+        ((prefill("p", **MOONCAKE), decode("d", **MOONCAKE)), COPIES, False),
+    ],
+)
+def test_who_takes_one_answer_at_a_time(endpoints: tuple[Endpoint, ...], request_: RequestFacts, splits: bool) -> None:
+    """SGLang's pairs, where nobody else takes the request as it is."""
+    assert make_router(endpoints).fleet.splits(request_) is splits
+
+
+def test_several_answers_of_an_unknown_model() -> None:
+    """It is for the decision to say that nobody has it."""
+    sides = [side(f"{model}-{side.__name__}", model=model) for side in (prefill, decode) for model in "mn"]
+    fleet = make_router(sides).fleet
+    assert fleet.splits(facts(prompts=2, copies=2, model="m"))
+    assert not fleet.splits(facts(prompts=2, copies=2, model="x"))
 
 
 def test_ways_follow_the_fleet() -> None:

@@ -202,7 +202,7 @@ async def test_some_requests_are_estimated(slow: Slow) -> None:
         assert (await post(lab.url, CHAT, chat("word " * 500), ID)).status == 200
         assert counts(lab) == {"too_long": 1}
         await post(lab.url, COMPLETIONS, {"model": "emulated", "prompt": [1, 2], "max_tokens": 1})
-        await post(lab.url, CHAT, chat("a", n=2))
+        await post(lab.url, COMPLETIONS, {"model": "emulated", "prompt": ["a", "b"], "max_tokens": 1})
         assert (await post(lab.url, CHAT, chat("a", bootstrap_port="x")["messages"])).status == 400
         assert counts(lab) == {"too_long": 1}
         await post(lab.url, CHAT, chat("a"), ID)

@@ -293,10 +293,34 @@ async def test_batches_have_a_room_for_each_prompt(pair: Any) -> None:
         expected_text("x", 2),
         expected_text("y", 2),
     ]
-    chat = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 2}
-    prefill, decode = await pair.send("/v1/chat/completions", batch(pair, 2, **chat))
-    assert (prefill.status, len(decode.json()["choices"])) == (200, 2)
     assert pair.is_idle
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"text": TEXT, "sampling_params": {"n": 2, "max_new_tokens": 2}}),
+        ("/generate", {"text": [TEXT, "x"], "sampling_params": {"n": 2, "max_new_tokens": 2}}),
+        ("/v1/completions", {"prompt": TEXT, "n": 2, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 2}),
+    ],
+)
+@pytest.mark.parametrize("rooms", [3, [3, 4], [3]])
+async def test_several_samples_hang_on_decode(
+    pair: Any, until: Any, path: str, fields: dict[str, Any], is_stream: bool, rooms: object
+) -> None:
+    """The prefill answers with all of them, the decode engine never does, whatever shape the rooms have.
+
+    Source: seen on SGLang 0.5.23.
+    """
+    body = fields | pair.bootstrap(bootstrap_room=rooms) | {"stream": is_stream}
+    async with asyncio.timeout(10):
+        call = await pair.client.start(pair.decode.url, path, body)
+        assert (await pair.client.send(pair.prefill.url, path, body)).status == 200
+        await until(lambda: pair.decode.snapshot().errors == {"hangs": 1})
+        await call.abandon()
+        await until(lambda: pair.is_idle)
 
 
 @pytest.mark.parametrize("field", ["bootstrap_room", "bootstrap_host", "bootstrap_port"])

@@ -19,6 +19,7 @@ from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Attempt, Engine, Inbound, Leg
+from pdrouter.engines.samples import one_sample_body
 from pdrouter.engines.sglang import Sglang
 from pdrouter.engines.sglang_ranks import RankFields
 from pdrouter.engines.trtllm import Trtllm
@@ -74,6 +75,9 @@ def _read(fixture: Fixture) -> tuple[RequestFacts, Inbound]:
     request_id = intake.request_id(dict(fixture.headers), fixture.api, lambda: "A" * 24)
     facts, inbound = intake.read(fixture.api, fixture.headers, fixture.body, request_id)
     _check_unread(fixture, inbound)
+    if facts.copies > 1 and fixture.engine == "sglang" and fixture.settings["fleet"] == "pair":
+        one = one_sample_body(fixture.body, is_generate=fixture.api is Api.GENERATE)
+        return intake.read(fixture.api, fixture.headers, one, request_id)  # one of several that are the same
     return facts, inbound
 
 

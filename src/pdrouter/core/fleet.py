@@ -11,7 +11,7 @@ import msgspec
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.names import Card, Names, names_of
 from pdrouter.core.request import RequestFacts, Task
-from pdrouter.errors import InvariantViolation
+from pdrouter.errors import InvariantViolation, RouterError
 
 HEALTH = "health"
 BREAKER = "breaker"
@@ -75,7 +75,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     kv_engine_ids: tuple[str, ...] = ()
     pair_tasks: frozenset[Task] = frozenset({Task.GENERATE})
     pairs_lists: bool = True
-    pairs_copies: bool = True
+    pairs_copies: bool = False
     reads_prompts: bool = False
     takes_ranks: bool = True
     reports_lag: bool = False
@@ -98,9 +98,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Whether its engine does a request in two legs."""
         if facts.task not in self.pair_tasks:
             return False
-        if facts.is_list:
-            return self.pairs_lists
-        return self.pairs_copies or facts.prompts == 1
+        return (self.pairs_lists or not facts.is_list) and (self.pairs_copies or facts.copies == 1)
 
     def pairs_with(self, other: "Endpoint") -> bool:
         """Whether KV can go from this prefill endpoint to that decode endpoint (I6)."""
@@ -223,11 +221,22 @@ class Fleet:
 
     def ways(self, model: str | None, facts: RequestFacts) -> tuple[Way, ...]:
         """Return the ways in which a request may be served now, the preferred first where their times aren't known."""
-        key = (model, facts.task, facts.is_list, facts.prompts == 1, facts.is_whole)
+        key = (model, facts.task, facts.is_list, facts.copies == 1, facts.is_whole)
         ways = self._ways.get(key)
         if ways is None:
             ways = self._ways[key] = tuple(self._find_ways(model, facts))
         return ways
+
+    def splits(self, facts: RequestFacts) -> bool:
+        """Whether several answers to a prompt take a request for each: only pairs can serve it, one at a time."""
+        if facts.copies == 1:
+            return False
+        try:
+            model = self.names.target(facts.model, facts.adapter).name
+        except RouterError:  # the decision will say so
+            return False
+        one = msgspec.structs.replace(facts, copies=1, prompts=facts.prompts // facts.copies)
+        return not self.ways(model, facts) and Way.PAIR in self.ways(model, one)
 
     def partners(self, prefill: Endpoint, model: str | None) -> tuple[Endpoint, ...]:
         """Return the ready decode endpoints that a prefill endpoint may be paired with."""

@@ -35,8 +35,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     all prompts of a batch together; ``prompt_bytes`` and ``text`` are what it was estimated from (0 and ``None``
     where nothing can be learned from a count: ids, images, batches).
     ``adapter`` is a LoRA adapter that the request names beside the model.
-    ``prompts`` is how many answers there will be, ``is_list`` says that they are to more than one prompt, ``is_whole``
-    that one endpoint shall do it all.
+    ``prompts`` is how many answers there will be, ``copies`` how many of them to each prompt, ``is_list`` says that
+    they are to more than one prompt, ``is_whole`` that one endpoint shall do it all.
     ``prefix_blocks`` are the chained block hashes of the prompt (``core/prefix.py``), ``block_tokens`` the estimated
     tokens in one block. ``prefill_rank`` and ``decode_rank`` are the ranks that the client asked for,
     ``max_output_tokens`` the limit that it set for each answer.
@@ -53,6 +53,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_bytes: int = 0
     text: TextShape | None = None
     prompts: int = 1
+    copies: int = 1
     is_list: bool = False
     is_whole: bool = False
     prefix_blocks: tuple[int, ...] = ()

@@ -34,6 +34,7 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     engine's leg may carry for us. ``headers`` are the header lines to send on, each with its line end. ``batch`` is the
     number of samples the engine makes of one request, ``None`` where the request isn't a batch. ``rid`` is the client's
     own id for engines, of a batch perhaps one for each prompt. An opaque body goes to one engine as it is.
+    ``sample_of`` is how many requests the client's was made into, one for each sample.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | tuple[str, ...] | None
     wants_prompt_logprobs: bool
     is_opaque: bool = False
+    sample_of: int = 1
 
     @property
     def id_line(self) -> bytes:

@@ -63,8 +63,12 @@ class Sglang:
         self._owned = OWNED_FIELDS - RANK_FIELDS if rank_fields is RankFields.NONE else OWNED_FIELDS
 
     def traits(self, _kv_transport: str) -> Traits:
-        """Return that lists are batches with a room for each prompt, and that a decode engine reads none."""
-        return Traits(frozenset({Task.GENERATE}), pairs_lists=True, pairs_copies=True, reads_prompts=False)
+        """Return that lists are batches with a room for each prompt, and that a decode engine reads none.
+
+        With ``n`` > 1 a decode engine hangs: it sends a warm-up and all samples to the first room.
+        Source: seen on SGLang 0.5.23; ``managers/tokenizer_manager.py``, ``_handle_batch_request``.
+        """
+        return Traits(frozenset({Task.GENERATE}), pairs_lists=True, pairs_copies=False, reads_prompts=False)
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
         """Return both legs, each with its own fields; one leg for a regular endpoint."""

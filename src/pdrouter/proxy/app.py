@@ -118,6 +118,8 @@ class App:
         facts, inbound = self._intake.read(api, client.headers, client.body(), request_id)
         if self._rates is not None:
             self._rates.take(client.header, facts)
+        if self._router.fleet.splits(facts):
+            facts, inbound = self._dispatcher.split(facts, inbound, partial(self._intake.read, api, client.headers))
         go_on = partial(self._counted, inbound, client)
         if self._counter is None or not self._counter.count(facts, api, inbound.body, client, go_on):
             self._dispatcher.start(facts, inbound, client, self._ended)

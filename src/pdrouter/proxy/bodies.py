@@ -136,6 +136,8 @@ class Completion(Body):
     """``/v1/completions``."""
 
     prompt: RawField = UNSET
+    echo: RawField = UNSET
+    logprobs: RawField = UNSET
     n: Scalar = None
     max_tokens: Scalar = None
 
@@ -146,9 +148,6 @@ class Completion(Body):
     def max_output_tokens(self) -> int | None:
         """Return the limit of each answer."""
         return count("max_tokens", self.max_tokens)
-
-    echo: RawField = UNSET
-    logprobs: RawField = UNSET
 
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt is echoed with its logprobs: a decode engine doesn't have them."""
@@ -199,11 +198,17 @@ class Generate(Body):
     return_logprob: Scalar | list[Scalar] = None
 
     def copies(self) -> int | None:
-        """Return ``n``; in a list of parameters all have the same."""
+        """Return ``n``; in a list of parameters all have the same, as in SGLang (``io_struct.py``).
+
+        Raises: InvalidRequest.
+        """
         params = self.sampling_params
-        if isinstance(params, list):
-            return params[0].n if params else None
-        return None if params is None else params.n
+        if not isinstance(params, list):
+            return None if params is None else params.n
+        copies = {1 if each.n is None else each.n for each in params}
+        if len(copies) > 1:
+            raise InvalidRequest("n must be the same in all of sampling_params", param="n")
+        return copies.pop() if copies else None
 
     def max_output_tokens(self) -> int | None:
         """Return ``max_new_tokens``; of a list of parameters the largest."""

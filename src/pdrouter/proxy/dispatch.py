@@ -10,8 +10,10 @@ from pdrouter.core.request import RequestFacts
 from pdrouter.core.retry import RetryOptions
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine, Inbound
-from pdrouter.errors import ConnectFailed, RouterError, ShuttingDown
+from pdrouter.engines.samples import one_sample_body
+from pdrouter.errors import ConnectFailed, InvalidRequest, RouterError, ShuttingDown
 from pdrouter.proxy.abort import Aborter
+from pdrouter.proxy.bodies import Api
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Deadlines, Sweep, TimeLimits
 from pdrouter.proxy.flight import Flight, OnEnd
@@ -19,11 +21,15 @@ from pdrouter.proxy.handovers import HandOvers
 from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.retries import Retries
+from pdrouter.proxy.samples import Samples
 from pdrouter.proxy.waitroom import Waiter, Waitroom
 from pdrouter.telemetry.journal_file import JournalFile
 from pdrouter.telemetry.logs import DecisionLog
 from pdrouter.telemetry.metrics import Metrics
 from pdrouter.upstream.pools import Pools
+
+Read = Callable[[bytes, str], tuple[RequestFacts, Inbound]]
+"""Reads a request's body, with the request's id."""
 
 _PREFILL_GRACE_S = 5.0
 """How long a prefill reply may still come once the whole answer is there; it is normally there before."""
@@ -34,6 +40,7 @@ class DispatchOptions(msgspec.Struct, frozen=True):
 
     limits: TimeLimits
     max_reply_bytes: int
+    max_samples: int
     decision_headers: bool
     max_attempts: int
     falls_back_to_decode: bool
@@ -78,11 +85,26 @@ class Dispatcher:
         self.options = options
         self.retries.set_options(options.retry)
 
+    def split(self, facts: RequestFacts, inbound: Inbound, read: Read) -> tuple[RequestFacts, Inbound]:
+        """Return the requests that a request for several answers is made into: all are the same.
+
+        ``read`` reads one's body. Raises: InvalidRequest if they are too many.
+        """
+        copies, most = facts.copies, self.options.max_samples
+        if copies > most:  # I9
+            raise InvalidRequest(f"n is {copies}; this fleet takes {most} at most (max_samples)", param="n")
+        body = one_sample_body(inbound.body, is_generate=inbound.path == Api.GENERATE)
+        one, part = read(body, inbound.request_id)
+        return one, msgspec.structs.replace(part, sample_of=copies)
+
     def start(self, facts: RequestFacts, inbound: Inbound, client: Client, on_end: OnEnd) -> None:
         """Begin to serve one request; ``on_end`` is called when it is over.
 
         Raises: RouterError if it can't be placed; then ``on_end`` isn't called.
         """
+        if inbound.sample_of > 1:
+            Samples(self, facts, inbound, client, on_end).start()
+            return
         try:
             Flight(self, facts, inbound, client, on_end).start()
         except RouterError as error:

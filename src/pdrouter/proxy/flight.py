@@ -158,10 +158,13 @@ class Flight:
         self._observer = Observer(owner.router, owner.metrics, decision, owner.clock, is_stream=is_stream)
         options = owner.options
         lines = own_lines(self._inbound.request_id, decision if options.decision_headers else None)
-        self._answer = Answer(
-            self._client, decision, self._observer, lines, options.max_reply_bytes, is_stream=is_stream
-        )
+        self._answer = Answer(self._client, decision, self._observer, lines, self._max_reply_bytes, is_stream=is_stream)
         return None
+
+    @property
+    def _max_reply_bytes(self) -> int:
+        """How much of a reply may be held; all samples of one request share that (I9)."""
+        return self._owner.options.max_reply_bytes // self._inbound.sample_of
 
     def _send_legs(self) -> None:
         error = attempt(self._send)
@@ -182,7 +185,7 @@ class Flight:
                 owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body),
                 self._prefill_done,
                 keeps=plan.merges_logprobs or plan.decode is None,
-                max_bytes=owner.options.max_reply_bytes,
+                max_bytes=self._max_reply_bytes,
             )
         if plan.decode is not None:
             self._send_decode(plan.decode)

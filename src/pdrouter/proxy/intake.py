@@ -253,6 +253,7 @@ class Intake:
             prompt_bytes=max(1, int(text.size)) if text and is_text else 0,
             text=text if is_text else None,
             prompts=samples,
+            copies=samples // (prompt.samples or 1),
             is_list=(prompt.samples or 1) > 1,
             prefix_blocks=block_hashes(blocks, cache_key(body, names.cache_key(model, adapter))),
             block_tokens=compared * tokens / len(blocks) if blocks else 0.0,

@@ -55,7 +55,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A whole request, checked. ``id`` of the answer; None: that of its first prompt.
 
     ``logprob_start``: first token of the prompt whose logprobs are told; completions tell the prompt's where they
-    ``echo_logprobs``, and ``top_logprobs`` alternatives of each token.
+    ``echo_logprobs``, and ``top_logprobs`` alternatives of each token. ``hangs``: it is never answered.
     """
 
     api: Api
@@ -69,3 +69,4 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start: int = 0
     echo_logprobs: bool = False
     top_logprobs: int = 0
+    hangs: bool = False

@@ -201,6 +201,10 @@ class Emulator:
         tickets: list[Ticket] = []
         try:
             call = self.kind.read(exchange.path, raw, exchange.headers)
+            if call.hangs:
+                self.engine.count_error(EngineError(500, "hangs", "n > 1 on a decode engine: no answer ever comes"))
+                await exchange.gone()
+                return
             ranks = {part.rank for part in call.parts if part.rank is not None}
             if self.faults.rules and await self._spoil(exchange, self.faults.take(exchange.path, ranks)):
                 return

@@ -75,7 +75,10 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
     choices = _choices(api, body)
     count = len(kept) * choices
     is_batch = is_batch or choices > 1
-    rooms, addresses = _bootstrap(body, headers, settings, count, is_batch=is_batch)
+    # SGLang sends a warm-up and all samples to the first room, whatever shape the rooms have: a prefill answers, a
+    # decode engine never does. Source: seen on 0.5.23; ``managers/tokenizer_manager.py``, ``_handle_batch_request``.
+    has_rooms = settings.role != "regular" and choices == 1
+    rooms, addresses = _bootstrap(body, headers, count, is_batch=is_batch, has_rooms=has_rooms)
     rids = _rids(headers.get("x-override-rid") or body.rid, count, is_batch=is_batch)
     limit, stops_early = _output_tokens(api, body, settings)
     rank, prefill_rank = _ranks(api, body, headers, settings)
@@ -103,6 +106,7 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
         logprob_start=max(0, start) if isinstance(start, int) else 0,
         echo_logprobs=bool(body.echo and body.logprobs),
         top_logprobs=int(body.logprobs or 0),
+        hangs=choices > 1 and settings.role == "decode",
         model=body.model or settings.model,
     )
 
@@ -172,9 +176,9 @@ def _rids(rid: str | list[str] | None, count: int, *, is_batch: bool) -> list[st
 
 
 def _bootstrap(
-    body: Body, headers: Mapping[str, str], settings: EmulatorSettings, count: int, *, is_batch: bool
+    body: Body, headers: Mapping[str, str], count: int, *, is_batch: bool, has_rooms: bool
 ) -> tuple[list[int | None], list[tuple[str, int] | None]]:
-    if settings.role == "regular":
+    if not has_rooms:
         return [None] * count, [None] * count
     room = _header_int(headers, "x-override-bootstrap-room", body.bootstrap_room)
     host: object = headers.get("x-override-bootstrap-host", body.bootstrap_host)

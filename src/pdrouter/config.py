@@ -329,7 +329,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bytes_per_token: Annotated[float, setting("Tokens",
         "Text per token until a model's usage is known.", unit="bytes", low=0.1, high=100)] = 4.0
     image_tokens: Annotated[int, setting("Tokens",
-        "Prompt tokens that an image counts for.", unit="tokens", low=0, high=1_000_000)] = 1024
+        "Prompt tokens that an image counts for, a clip of audio or video, and a file.",
+        unit="tokens", low=0, high=1_000_000)] = 1024
     tokenizer_path: Annotated[tuple[str, ...], setting("Tokens",
         "Exact counts of prompts by a tokenizer.json, or a folder that has one: `[MODEL=]PATH`; "
         "needs `pdrouter[tokenizer]`; none: an estimate, learned from usage.", check=check_tokenizer_file)] = ()

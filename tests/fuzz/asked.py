@@ -13,7 +13,17 @@ _COUNT = either(number, word(b"1", b"2", b"16", b"4096", b"4097", b"null", b'"2"
 _FLAG = either(flag, word(b'"true"', b'"off"', b"1", b"0.0", b'"maybe"'))
 _IDS = array(number, word(b"1", b"22", b"333"))
 _PROMPT = either(text, _IDS, array(text), array(_IDS), anything)
-_PART = either(record(type=word(b'"text"'), text=text), record(type=word(b'"image_url"'), image_url=anything))
+_MEDIUM = either(
+    record(type=word(b'"image_url"'), image_url=anything),
+    record(type=word(b'"input_audio"'), input_audio=anything, text=text),
+    record(type=word(b'"image"', b'"document"'), source=record(type=word(b'"base64"', b'"text"'), data=text)),
+)
+_INNER = either(record(type=word(b'"text"'), text=text), _MEDIUM, record(type=word(b'"tool_use"'), input=anything))
+_PART = either(
+    record(type=word(b'"text"'), text=text),
+    _MEDIUM,
+    record(type=word(b'"tool_result"', b'"function_call_output"'), content=either(text, array(_INNER)), output=_INNER),
+)
 _MESSAGE = record(
     role=word(b'"user"', b'"system"', b'"developer"', b'"assistant"'),
     content=either(text, array(_PART), anything),
@@ -58,9 +68,14 @@ _PROMPTS: Mapping[Api, Mapping[str, Shape]] = {
         "sampling_params": either(
             record(n=_COUNT, max_new_tokens=_COUNT), array(record(n=_COUNT, max_new_tokens=_COUNT))
         ),
+        "image_data": either(text, array(text), array(array(text)), anything),
         "return_logprob": either(_FLAG, array(_FLAG)),
     },
-    Api.RESPONSES: {"input": either(text, array(_MESSAGE)), "instructions": text, "max_output_tokens": _COUNT},
+    Api.RESPONSES: {
+        "input": either(text, array(either(_MESSAGE, _PART))),
+        "instructions": text,
+        "max_output_tokens": _COUNT,
+    },
     Api.MESSAGES: {"messages": array(_MESSAGE), "system": either(text, array(_PART)), "tools": array(anything)},
 }
 PAIRED_APIS: Sequence[Api] = tuple(_PROMPTS)

@@ -15,6 +15,7 @@ from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientError, RouterError
 from pdrouter.options import intake_options
 from pdrouter.proxy.bodies import MAX_BATCH, Api
+from pdrouter.proxy.content import MAX_MEDIA
 from pdrouter.proxy.intake import Intake
 from pdrouter.proxy.replies import error_body
 from tests.core.builders import decode, make_options, make_router, prefill, regular
@@ -77,11 +78,12 @@ def one_input(raw: bytes) -> None:
 
 def hold_bounds(facts: RequestFacts, asked: bytes, block_bytes: int) -> None:
     """Hold that the facts are in proportion to the body."""
-    most = 4 * len(asked) + 512 + OPTIONS.image_tokens * asked.count(b"{")
+    media = min(MAX_MEDIA, asked.count(b"{") + asked.count(b'"') // 2)  # each is an object or a string
+    most = 4 * len(asked) + 512 + OPTIONS.image_tokens * media
     assert 1 <= facts.prompts <= MAX_BATCH
     assert 1 <= facts.prompt_tokens <= most * facts.prompts
     assert 0 <= facts.prompt_bytes <= len(asked)
-    width = block_bytes + OPTIONS.image_tokens * 4 * asked.count(b"{")  # an image is as wide as so much text
+    width = block_bytes + (OPTIONS.image_tokens * 4 + block_bytes) * media  # an image is as wide as so much text
     assert len(facts.prefix_blocks) * block_bytes <= len(asked) + width
     assert all(-(2**63) <= block < 2**63 for block in facts.prefix_blocks)
     assert math.isfinite(facts.block_tokens)

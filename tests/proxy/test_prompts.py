@@ -74,7 +74,8 @@ def test_text_counts_about_the_same_however_it_is_escaped(text: str, off_by: flo
         (Api.COMPLETIONS, {"prompt": ["Hi", "Ho"]}, False),
         (Api.COMPLETIONS, {"prompt": "Hi", "n": 2}, False),
         (Api.COMPLETIONS, {"prompt": [1, 2]}, False),
-        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"i": 1}]}]}, False),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"i": 1}]}]}, True),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"image_url": "u"}, {"text": "Hi"}]}]}, False),
     ],
 )
 def test_what_counts_teach(api: Api, body: dict[str, object], is_text: bool) -> None:

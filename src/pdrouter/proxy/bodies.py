@@ -9,13 +9,14 @@ from enum import StrEnum
 from typing import TypeVar, cast
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.core.request import Task
 from pdrouter.errors import InvalidJson, InvalidRequest
+from pdrouter.proxy.bounds import has_more
+from pdrouter.proxy.content import Message, RawField
 from pdrouter.proxy.scalars import Scalar, boolean, count, integer
 
-RawField = Raw | UnsetType
 S = TypeVar("S")
 
 MAX_ID_CHARS = 256
@@ -26,6 +27,12 @@ _FORM_BYTES = 65_536
 
 MAX_BATCH = 4096
 """Samples of one request (I9)."""
+
+MAX_OBJECTS = 131_072
+"""JSON objects in the body of one request (I9): messages, parts, tools and what they are made of. Chosen."""
+
+_FEW_BYTES = 2 * MAX_OBJECTS
+"""A body that can't have so many: each takes two bytes."""
 
 
 class Api(StrEnum):
@@ -101,14 +108,6 @@ class Body(Struct):
         return False
 
 
-class Message(Struct):
-    """One message of a conversation."""
-
-    role: RawField = UNSET
-    content: RawField = UNSET
-    tool_calls: RawField = UNSET
-
-
 class Chat(Body):
     """``/v1/chat/completions``."""
 
@@ -128,8 +127,8 @@ class Chat(Body):
         Source: ``max_completion_tokens`` in vLLM 0.32 and SGLang 0.5.9 and later, ``max_tokens`` in SGLang 0.5.6 to
         0.5.8 (``protocol.py`` of each).
         """
-        limits = count("max_tokens", self.max_tokens), count("max_completion_tokens", self.max_completion_tokens)
-        return max((limit for limit in limits if limit is not None), default=None)
+        older, newer = count("max_tokens", self.max_tokens), count("max_completion_tokens", self.max_completion_tokens)
+        return newer if older is None else older if newer is None else max(older, newer)
 
 
 class Completion(Body):
@@ -194,6 +193,9 @@ class Generate(Body):
     text: RawField = UNSET
     input_ids: RawField = UNSET
     input_embeds: RawField = UNSET
+    image_data: RawField = UNSET
+    audio_data: RawField = UNSET
+    video_data: RawField = UNSET
     sampling_params: "SamplingParams | list[SamplingParams] | None" = None
     return_logprob: Scalar | list[Scalar] = None
 
@@ -213,14 +215,16 @@ class Generate(Body):
     def max_output_tokens(self) -> int | None:
         """Return ``max_new_tokens``; of a list of parameters the largest."""
         params = self.sampling_params
-        several = params if isinstance(params, list) else [] if params is None else [params]
-        limits = [count("max_new_tokens", one.max_new_tokens) for one in several]
-        return max((limit for limit in limits if limit is not None), default=None)
+        if not isinstance(params, list):
+            return None if params is None else params.limit()
+        return max((limit for one in params if (limit := one.limit()) is not None), default=None)
 
     def wants_prompt_logprobs(self) -> bool:
         """Whether any sample asks for logprobs: the prompt's come from the prefill leg."""
         flags = self.return_logprob
-        return any(boolean("return_logprob", flag) for flag in (flags if isinstance(flags, list) else [flags]))
+        if not isinstance(flags, list):
+            return boolean("return_logprob", flags)
+        return any(boolean("return_logprob", flag) for flag in flags)
 
 
 class SamplingParams(Struct):
@@ -228,6 +232,10 @@ class SamplingParams(Struct):
 
     n: int | None = None
     max_new_tokens: int | None = None
+
+    def limit(self) -> int | None:
+        """Return ``max_new_tokens``."""
+        return count("max_new_tokens", self.max_new_tokens)
 
 
 _NOT_SET = (b"null", b"false", b"0")
@@ -252,8 +260,10 @@ def body_type(api: Api) -> type[Struct]:
 def decode(api: Api, body: bytes) -> AnyBody:
     """Read a body.
 
-    Raises: InvalidJson; InvalidRequest for a field of another type.
+    Raises: InvalidJson; InvalidRequest for a field of another type, or too many objects.
     """
+    if len(body) > _FEW_BYTES and has_more(body, b"{", MAX_OBJECTS):  # I9
+        raise InvalidRequest(f"the body has more than {MAX_OBJECTS} objects: messages, parts, tools and theirs")
     return _decode(_DECODERS[api], body)
 
 
@@ -307,8 +317,13 @@ def batch_size(body: Body, prompts: int | None) -> int | None:
         return None
     samples = (prompts or 1) * copies
     if samples > MAX_BATCH:
-        raise InvalidRequest(f"a request of {samples} samples; {MAX_BATCH} at most", param="n")
+        raise too_many_samples()
     return samples
+
+
+def too_many_samples() -> InvalidRequest:
+    """Return what to say of a request of too many samples: prompts, times answers to each."""
+    return InvalidRequest(f"a request of more than {MAX_BATCH} samples", param="n")
 
 
 def client_rid(body: Body, batch: int | None) -> str | tuple[str, ...] | None:

@@ -241,9 +241,10 @@ class Intake:
         adapter = None if body.lora_path is UNSET else adapter_of(body.lora_path)
         tokens = prompt.tokens + (self._router.tokens.estimate(names.base(model, adapter), text) if text else 0)
         is_single = samples == 1
-        is_text = is_single and not prompt.tokens
+        is_text = is_single and not prompt.tokens and not prompt.media_ends
         blocks = prompt.blocks(self._options.prefix_block_bytes) if is_single else []
-        compared = sum(map(len, blocks)) / len(prompt.raw) if blocks else 0.0
+        media_bytes = prompt.media_bytes * len(prompt.media_ends)
+        compared = (sum(map(len, blocks)) + media_bytes) / (len(prompt.raw) + media_bytes) if blocks else 0.0
         return RequestFacts(
             request_id=request_id,
             task=task,

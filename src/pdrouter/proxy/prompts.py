@@ -1,47 +1,63 @@
 """From a body to its Prompt: the bytes to compare with others', and what its tokens are judged by.
 
-All in the order in which the engine will see it. Text is never decoded, token ids and embeddings are counted.
+All in the order in which the engine will see it. Text is never decoded, token ids and embeddings are counted; lists are
+counted before they are read. Read next: ``content.py``.
 """
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
-import xxhash
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdrouter.errors import InvalidRequest
 from pdrouter.proxy.bodies import (
+    MAX_BATCH,
     AnyBody,
     Body,
     Chat,
     Completion,
     Generate,
-    Message,
     Messages,
-    RawField,
     Responses,
+    too_many_samples,
 )
+from pdrouter.proxy.bounds import first_items
+from pdrouter.proxy.content import DIGEST_BYTES, MAX_MEDIA, Content, Message, RawField, value
 
-_FIRST = re.compile(rb"\[\s*(.)", re.DOTALL)
+_FIRST = re.compile(rb"\[\s*+(.)", re.DOTALL)
 """The first character inside an array."""
 
-_NOT_IN_IDS = (b'"', b"[", b"{", b"-", b".", b"e", b"E", b"n")
-"""Each value that isn't a token id has one of these; one byte each, because such a scan costs next to nothing."""
+_ROW = rb'\[[^\[\]{}"]*+\]'
+_ROWS = rb"\[(?:%b(?:,(?=\[)|(?=\])))++\]"
+_EMBEDDINGS = re.compile(_ROWS % _ROW)
+_LIST_OF_EMBEDDINGS = re.compile(_ROWS % (_ROWS % _ROW))
+"""A row of numbers for each token, and a list of such prompts. Possessive: nothing is read twice."""
+
+_NOT_IN_IDS = (b'"', b"{", b"-", b".", b"e", b"E", b"n")
+"""Each value that isn't a token id or a list has one of these; such a scan costs next to nothing."""
+
+_SPACE = b" \t\r\n"
+_STRING, _ARRAY = b'"['
+"""What a JSON value begins with."""
 
 _FIRST_ROLES = (b'"system"', b'"developer"')
 """Chat templates put tools behind the messages of these roles at the beginning, and before all others."""
 
-_DIGESTS_PER_TOKEN = 0.5
-"""An image stands among the compared bytes as its digest of 8 bytes, so often that it is as wide as so much text."""
+_BYTES_PER_TOKEN = 4
+"""A medium is compared as if it were so wide a text for each of its tokens: as wide as English prose is."""
+
+_MAX_MEDIA_BLOCKS = 65_536
+"""Blocks of a prompt's media, however large they are said to be (I9)."""
 
 
 class Prompt(Struct, frozen=True):
     """A prompt as far as it is read.
 
     ``raw`` is what is compared with other prompts; ``text`` the raw JSON of what was written, ``tokens`` what is
-    counted without it: ids, embeddings, images. ``samples`` is ``None`` where the prompt stands alone, else how many
-    there are.
+    counted without it: ids, embeddings, media. ``samples`` is ``None`` where the prompt stands alone, else how many
+    there are. ``media_ends`` are where the digests of media end in ``raw``; each stands for ``media_bytes`` more.
     """
 
     raw: bytes
@@ -49,21 +65,42 @@ class Prompt(Struct, frozen=True):
     tokens: int
     samples: int | None = None
     is_ids: bool = False
+    media_ends: Sequence[int] = ()
+    media_bytes: int = 0
 
     def blocks(self, block_bytes: int) -> list[memoryview]:
-        """Return the whole blocks to compare: of so many bytes, or of so many up to the end of a token id."""
-        raw = memoryview(self.raw)
-        if not self.is_ids:
-            return [raw[end - block_bytes : end] for end in range(block_bytes, len(raw) + 1, block_bytes)]
-        blocks, start = [], 0
-        while (end := self.raw.find(b",", start + block_bytes)) >= 0:
-            blocks.append(raw[start:end])
+        """Return the whole blocks to compare: of so many bytes, or of so many up to the end of a token id.
+
+        A block ends behind each medium; the other blocks that it fills are empty, as its digest says all of it.
+        """
+        raw, start, blocks, left = memoryview(self.raw), 0, [], _MAX_MEDIA_BLOCKS
+        cut = _id_blocks if self.is_ids else _text_blocks
+        if not self.media_ends:
+            return cut(raw, block_bytes)
+        for end in self.media_ends:
+            whole = _text_blocks(raw[start:end], block_bytes)
+            start += block_bytes * len(whole)
+            more = min((end - start + self.media_bytes) // block_bytes - 1, left)
+            left -= max(0, more)
+            blocks += [*whole, raw[start:end], *[raw[:0]] * more]
             start = end
-        return blocks
+        return blocks + cut(raw[start:], block_bytes)
+
+
+def _text_blocks(raw: memoryview, block_bytes: int) -> list[memoryview]:
+    return [raw[end - block_bytes : end] for end in range(block_bytes, len(raw) + 1, block_bytes)]
+
+
+def _id_blocks(raw: memoryview, block_bytes: int) -> list[memoryview]:
+    blocks, start, text = [], 0, bytes(raw)
+    while (end := text.find(b",", start + block_bytes)) >= 0:
+        blocks.append(raw[start:end])
+        start = end
+    return blocks
 
 
 def read_prompt(body: AnyBody, image_tokens: int) -> Prompt:
-    """Return the prompt of a body; ``image_tokens`` is what an image counts for.
+    """Return the prompt of a body; ``image_tokens`` is what an image counts for, and any other medium.
 
     Raises: InvalidRequest.
     """
@@ -72,21 +109,21 @@ def read_prompt(body: AnyBody, image_tokens: int) -> Prompt:
     if isinstance(body, Messages):
         return _anthropic(body, image_tokens)
     if isinstance(body, Responses):
-        return _responses(body)
+        return _responses(body, image_tokens)
     if isinstance(body, Completion):
-        return _text_or_ids("prompt", _required("prompt", body.prompt))
-    return _generate_prompt(body)
+        return _text_or_ids("prompt", bytes(_required("prompt", body.prompt)))
+    return _generate_prompt(body, image_tokens)
 
 
 def cache_key(body: Body, model: str) -> bytes:
     """Return what separates engines' caches: base model and adapter, and the keys that clients may set (salts)."""
-    parts = [_value(field) or b"" for field in (body.lora_path, body.cache_salt, body.extra_key)]
+    parts = [bytes(value(field) or b"") for field in (body.lora_path, body.cache_salt, body.extra_key)]
     return b"\0".join([model.encode(), *parts])
 
 
 def adapter_of(lora_path: RawField) -> str | None:
     """Return the LoRA adapter that a body names beside its model; of a list the first, ``None`` if it names none."""
-    raw = _value(lora_path)
+    raw = value(lora_path)
     if raw is None:
         return None
     with suppress(msgspec.MsgspecError, RecursionError):
@@ -97,80 +134,91 @@ def adapter_of(lora_path: RawField) -> str | None:
     return None
 
 
-def _generate_prompt(body: Generate) -> Prompt:
-    fields = (("text", body.text), ("input_ids", body.input_ids), ("input_embeds", body.input_embeds))
-    given = [(name, raw) for name, field in fields if (raw := _value(field)) is not None]
-    if len(given) != 1:
-        raise InvalidRequest("send exactly one of text, input_ids, input_embeds", param="text")
-    name, raw = given[0]
-    return _embeddings(raw) if name == "input_embeds" else _text_or_ids(name, raw)
-
-
 def _conversation(body: Chat, image_tokens: int) -> Prompt:
     if isinstance(body.messages, UnsetType) or not body.messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    tools = _value(body.tools)
-    pieces: list[bytes] = []
-    media: list[int] = []  # where images stand among the pieces
+    tools = value(body.tools)
+    content = Content("messages")
     for message in body.messages:
-        if tools is not None and _value(message.role) not in _FIRST_ROLES:
-            pieces.append(tools)
+        if tools is not None and (message.role is UNSET or bytes(message.role) not in _FIRST_ROLES):
+            content.pieces.append(tools)
             tools = None
-        _add_message(message, pieces, media, image_tokens)
+        content.add_message(message)
     if tools is not None:
-        pieces.append(tools)
-    raw = b",".join(pieces)
-    if not media:
-        return Prompt(raw, raw, 0)
-    for index in reversed(media):
-        del pieces[index]
-    return Prompt(raw, b",".join(pieces), len(media) * image_tokens)
+        content.pieces.append(tools)
+    return _prompt_of(content, image_tokens)
 
 
 def _anthropic(body: Messages, image_tokens: int) -> Prompt:
     """Read a conversation whose system text stands apart, before the messages."""
-    system = _value(body.system)
-    first = [] if system is None else [Message(role=Raw(_FIRST_ROLES[0]), content=Raw(system))]
+    system = value(body.system)
+    first = [] if system is None else [Message(role=Raw(_FIRST_ROLES[0]), content=system)]
     messages = [] if isinstance(body.messages, UnsetType) else body.messages
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     return _conversation(Chat(messages=[*first, *messages], tools=body.tools), image_tokens)
 
 
-def _responses(body: Responses) -> Prompt:
+def _responses(body: Responses, image_tokens: int) -> Prompt:
     """Read instructions, tools and input; what an engine remembers of earlier responses isn't known here."""
-    given = [raw for field in (body.instructions, body.tools) if (raw := _value(field)) is not None]
-    raw = b",".join([*given, _required("input", body.input)])
-    return Prompt(raw, raw, 0)
+    content = Content("input")
+    content.pieces += [raw for field in (body.instructions, body.tools) if (raw := value(field)) is not None]
+    content.add(_required("input", body.input))
+    return _prompt_of(content, image_tokens)
 
 
-def _add_message(message: Message, pieces: list[bytes], media: list[int], image_tokens: int) -> None:
-    """Add a message's pieces in order, and the places of its images."""
-    if message.role is not UNSET:
-        pieces.append(bytes(message.role))
-    content = _value(message.content)
-    if content is not None and content.startswith(b"["):
-        for part in _parts(content):
-            if "text" in part:
-                pieces.append(bytes(part["text"]))
-            else:
-                media.append(len(pieces))
-                pieces.append(_digest(part) * int(image_tokens * _DIGESTS_PER_TOKEN))
-    elif content is not None:
-        pieces.append(content)
-    calls = _value(message.tool_calls)
-    if calls is not None:
-        pieces.append(calls)
+def _prompt_of(content: Content, image_tokens: int) -> Prompt:
+    raw = b",".join(content.pieces)
+    if not content.media:
+        return Prompt(raw, raw, 0)
+    return _with_media(Prompt(raw, content.text(), len(content.media) * image_tokens), content, image_tokens)
 
 
-def _value(field: RawField) -> bytes | None:
-    """Return a field's raw JSON, ``None`` where it is null or missing."""
-    raw = b"null" if isinstance(field, UnsetType) else bytes(field)
-    return None if raw == b"null" else raw
+def _with_media(prompt: Prompt, content: Content, image_tokens: int) -> Prompt:
+    """Say of a prompt where its media stand."""
+    width_bytes = max(0, image_tokens * _BYTES_PER_TOKEN - DIGEST_BYTES)
+    return msgspec.structs.replace(prompt, media_ends=content.media_ends(), media_bytes=width_bytes)
 
 
-def _required(name: str, field: RawField) -> bytes:
-    raw = _value(field)
+def _generate_prompt(body: Generate, image_tokens: int) -> Prompt:
+    fields = (("text", body.text), ("input_ids", body.input_ids), ("input_embeds", body.input_embeds))
+    given = [(name, raw) for name, field in fields if (raw := value(field)) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("send exactly one of text, input_ids, input_embeds", param="text")
+    name, raw = given[0]
+    prompt = _embeddings(bytes(raw)) if name == "input_embeds" else _text_or_ids(name, bytes(raw))
+    if body.image_data is UNSET and body.video_data is UNSET and body.audio_data is UNSET:
+        return prompt
+    content, tokens = Content("image_data"), 0
+    media = (("image_data", body.image_data), ("video_data", body.video_data), ("audio_data", body.audio_data))
+    for name, field in media:
+        if (medium := value(field)) is not None:
+            tokens += image_tokens * _add_media(content, name, medium, prompt.samples or 1)
+    # Where in the text they stand is known by the engine's placeholders only: most often at the beginning.
+    whole = b",".join([*content.pieces, prompt.raw])
+    counted = msgspec.structs.replace(prompt, raw=whole, tokens=prompt.tokens + tokens)
+    return _with_media(counted, content, image_tokens)
+
+
+def _add_media(content: Content, name: str, raw: Raw, samples: int) -> int:
+    """Add the media of a field of ``/generate``; return how many the engine sees: one alone is every sample's.
+
+    Source: SGLang 0.5.23, ``io_struct.py``, ``_normalize_image_data``: one, one for each sample, or a list for each.
+    """
+    before = len(content.media)
+    for item in _items(name, raw, MAX_MEDIA) if _is_array(raw) else [raw]:
+        for one in _items(name, item, MAX_MEDIA) if _is_array(item) else [item]:
+            if value(one) is not None:
+                content.add_medium([one])
+    return (len(content.media) - before) * (1 if _is_array(raw) else samples)
+
+
+def _is_array(raw: Raw) -> bool:
+    return memoryview(raw)[0] == _ARRAY
+
+
+def _required(name: str, field: RawField) -> Raw:
+    raw = value(field)
     if raw is None:
         raise InvalidRequest(f"the field {name!r} is missing", param=name)
     return raw
@@ -183,59 +231,62 @@ def _text_or_ids(name: str, raw: bytes) -> Prompt:
     first = _FIRST.match(raw)
     if first is None:
         raise _neither(name)
-    if first[1] not in b'"[':
-        return Prompt(raw, b"", _count_ids(name, raw), is_ids=True)
-    items = [bytes(item) for item in _items(name, raw)]
-    if any(not item.startswith(first[1]) for item in items):
-        raise _neither(name)
-    if first[1] == b"[":
-        return Prompt(raw, b"", sum(_count_ids(name, item) for item in items), len(items), is_ids=True)
-    return Prompt(raw, raw, 0, len(items))
-
-
-def _count_ids(name: str, raw: bytes) -> int:
-    first = _FIRST.match(raw)
-    if first is None or first[1] == b"]":
+    if first[1] == b'"':
+        items = _items(name, raw, MAX_BATCH)
+        if len(items) > MAX_BATCH:
+            raise too_many_samples()
+        if any(memoryview(item)[0] != _STRING for item in items):
+            raise _neither(name)
+        return Prompt(raw, raw, 0, len(items))
+    if first[1] == b"]":
         raise InvalidRequest(f"the field {name!r} is empty", param=name)
-    if any(raw.find(mark, 1) >= 0 for mark in _NOT_IN_IDS):
+    return Prompt(raw, b"", *_count_ids(name, raw), is_ids=True)
+
+
+def _count_ids(name: str, raw: bytes) -> tuple[int, int | None]:
+    """Return how many token ids there are, and in how many lists if there are lists; nothing is read one by one."""
+    if raw.find(b"[", 1) < 0:
+        return _count_flat(name, raw), None
+    compact = raw.translate(None, _SPACE)
+    if b"[]" in compact:
+        raise InvalidRequest(f"the field {name!r} is empty", param=name)
+    lists = compact.count(b"[") - 1
+    is_list_of_lists = compact.startswith(b"[[") and compact.endswith(b"]]") and compact.count(b"],[") == lists - 1
+    if not is_list_of_lists:
+        raise _neither(name)
+    if lists > MAX_BATCH:
+        raise too_many_samples()
+    return _count_flat(name, compact), lists
+
+
+def _count_flat(name: str, raw: bytes) -> int:
+    if any(mark in raw for mark in _NOT_IN_IDS):
         raise _neither(name)
     return raw.count(b",") + 1
 
 
 def _embeddings(raw: bytes) -> Prompt:
     """Read embeddings: a row for each token, or a list of such prompts."""
-    name = "input_embeds"
-    rows = [bytes(row) for row in _items(name, raw)]
-    marks = [first[1] if (first := _FIRST.match(row)) else b"" for row in rows]
-    if not rows or b"" in marks:
-        raise InvalidRequest(f"the field {name!r} must be a list of rows, or a list of such lists", param=name)
-    if marks[0] != b"[":
-        return Prompt(raw, b"", len(rows))
-    return Prompt(raw, b"", sum(len(_items(name, row)) for row in rows), len(rows))
+    compact = raw.translate(None, _SPACE)
+    lists = compact.count(b"[") - 1
+    if _EMBEDDINGS.fullmatch(compact):
+        return Prompt(raw, b"", lists)
+    if not _LIST_OF_EMBEDDINGS.fullmatch(compact):
+        text = "the field 'input_embeds' must be a list of rows, or a list of such lists"
+        raise InvalidRequest(text, param="input_embeds")
+    prompts = compact.count(b"]],[") + 1
+    if prompts > MAX_BATCH:
+        raise too_many_samples()
+    return Prompt(raw, b"", lists - prompts, prompts)
 
 
-def _items(name: str, raw: bytes) -> list[Raw]:
+def _items(name: str, raw: Raw | bytes, limit: int) -> Sequence[Raw]:
+    """Return the items of a list, as many as may be and one more."""
     try:
-        return msgspec.json.decode(raw, type=list[Raw])
+        return first_items(raw, limit + 1)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _neither(name) from error
 
 
 def _neither(name: str) -> InvalidRequest:
     return InvalidRequest(f"the field {name!r} must be text, token ids, or a list of either", param=name)
-
-
-def _parts(raw: bytes) -> list[dict[str, Raw]]:
-    try:
-        return msgspec.json.decode(raw, type=list[dict[str, Raw]])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequest(f"messages: content: {error}", param="messages") from error
-
-
-def _digest(part: dict[str, Raw]) -> bytes:
-    """Return a digest of an image's content: all that is said of it."""
-    digest = xxhash.xxh3_64()
-    for name, value in part.items():
-        digest.update(name.encode())
-        digest.update(memoryview(value))
-    return digest.digest()

@@ -36,6 +36,8 @@ def count(name: str, value: Scalar) -> int | None:
 
     Raises: InvalidRequest.
     """
+    if value is None or (type(value) is int and 0 <= value <= MAX_INTEGER):
+        return value
     number = integer(name, value)
     if number is not None and number < 0:
         raise InvalidRequest(f"{name} must be at least 0", param=name)

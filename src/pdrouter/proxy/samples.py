@@ -124,6 +124,11 @@ class Samples:
         """Whether the real client is behind."""
         return self._client.is_full
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the real client is on this machine."""
+        return self._client.is_local
+
     def write(self, data: bytes) -> None:
         """Never called: what a sample's client is given comes by ``take``."""
 

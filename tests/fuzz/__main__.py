@@ -27,6 +27,7 @@ TARGETS: Mapping[str, Sequence[str]] = {
     "intake": (*_READING, "pdrouter.core.tokens"),
     "splice": (*_READING, "pdrouter.engines"),
     "stream": ("pdrouter.proxy.flight", "pdrouter.proxy.relay", "pdrouter.proxy.legs", "pdrouter.engines"),
+    "samples": ("pdrouter.engines.samples", "pdrouter.engines.raw_json", "pdrouter.engines.sse"),
     "replies": ("pdrouter.engines", "pdrouter.core.load"),
     "wire": ("pdrouter.upstream",),
 }

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
-from pdrouter.engines import base, usage
+from pdrouter.engines import base, samples, usage
 from pdrouter.proxy import intake
 from pdrouter.proxy.client import Client
 from pdrouter.upstream import connection
@@ -21,6 +22,7 @@ BROKEN: Mapping[str, Break] = {
     "intake": (intake, "_set_fields", lambda _body: []),
     "splice": (base, "rest_without", lambda body, _owned: body[body.index(b"{") + 1 :]),
     "stream": (usage, "_whole_bytes", len),
+    "samples": (samples, "_numbered", lambda fields, _sample, _count: {**fields, "index": Raw(b"0")}),
     "replies": (base, "_BOUNDS", {}),
     "wire": (connection, "_is_framed", lambda _status, _headers: True),
 }

@@ -26,7 +26,7 @@ LAYERS = (
     {"loading", "manual"},
     {"config"},
     {"setting", "plugins"},
-    {"errors"},
+    {"errors", "files"},
 )
 """A line may import what is below it; names on one line do not import each other (DESIGN: config and errors are one
 line, but ``config`` raises what ``errors`` names; ``setting`` is a part of ``config``, and ``loading`` fills it)."""

@@ -171,6 +171,23 @@ def test_check_config_can_be_read_back(tmp_path: Path, capsys: Output) -> None:
     assert "# default" not in second
 
 
+def test_check_config_shows_no_secret(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes from, and what is wrong with one neither; where each came from is shown."""
+    file = tmp_path / "router.yaml"
+    file.write_text("tenant_weights: [Bearer sk-file=2]\n")
+    monkeypatch.setenv("PDROUTER_API_KEY", "sk-env")
+    assert main(["check-config", "--config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "api_key: (secret)  # env" in out
+    assert "tenant_weights:  # file\n- (secret)" in out
+    assert "sk-" not in out
+    file.write_text("tenant_weights: [sk-file]\napi_key: [sk-file]\n")
+    assert main(["check-config", "--config", str(file), "--tenant-weights", "sk-flag"]) == 2
+    out, err = capsys.readouterr()
+    assert "sk-" not in out + err
+    assert "api_key: it is not text" in err
+
+
 def test_check_config_refuses(capsys: Output) -> None:
     """Settings that can't be used print their problems and nothing else."""
     assert main(["check-config", "--prefill", "htp:/x"]) == 2

@@ -257,3 +257,21 @@ def test_names_are_derived() -> None:
     """Flag and variable follow from the name."""
     assert flag_name("log_level") == "--log-level"
     assert env_name("log_level") == "PDROUTER_LOG_LEVEL"
+
+
+def test_a_file_without_bounds(tmp_path: Path) -> None:
+    """Is refused before it is read: nested too deep, or too long."""
+    deep = problems_of(write(tmp_path, "worker: " + "[" * 100_000))
+    assert deep == [f"{tmp_path}/config.yaml:1: nested deeper than 32 levels"]
+    deep = problems_of(write(tmp_path, "\n".join("  " * level + "a:" for level in range(2000))))
+    assert deep == [f"{tmp_path}/config.yaml:32: nested deeper than 32 levels"]
+    (long,) = problems_of(write(tmp_path, "#" * (16 * 2**20 + 1)))
+    assert long.endswith("config.yaml: longer than 16777216 bytes")
+
+
+def test_aliases_that_grow(tmp_path: Path) -> None:
+    """Each level of lists is twice the one before it; the message ends all the same."""
+    lists = "\n".join(f"  - &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 25))
+    (problem,) = problems_of(write(tmp_path, f"port:\n  - &a0 [x, x]\n{lists}\n"))
+    assert problem.startswith("port: [[")
+    assert len(problem) < 200

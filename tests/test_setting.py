@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from msgspec import UNSET, Struct, UnsetType
 
-from pdrouter.setting import check_forwarded, check_url, setting, settings_of
+from pdrouter.setting import SECRET, Secret, check_forwarded, check_url, check_weight, setting, settings_of, shown
 
 
 class Sample(Struct, kw_only=True):
@@ -16,6 +16,8 @@ class Sample(Struct, kw_only=True):
     is_on: Annotated[bool, setting("B", "Whether.")] = True
     mode: Annotated[Literal["fast", "slow"] | None, setting("B", "Which.")] = None
     words: Annotated[tuple[str, ...], setting("B", "Some.")] = ("a", "b")
+    key: Annotated[Secret | None, setting("B", "Hidden.")] = None
+    keys: Annotated[tuple[Secret, ...], setting("B", "Hidden, too.", check=check_weight)] = ()
 
 
 SAMPLE = settings_of(Sample)
@@ -58,6 +60,10 @@ def test_notes_annotate_a_plain_struct() -> None:
         ("words", " x, ,y ", ("x", "y")),
         ("words", ["x"], ("x",)),
         ("words", [], ()),
+        ("key", "sk-1", Secret("sk-1")),
+        ("key", Secret("sk-1"), Secret("sk-1")),
+        ("key", "none", None),
+        ("keys", "sk-1=2, sk-2=3", (Secret("sk-1=2"), Secret("sk-2=3"))),
     ],
 )
 def test_value(name: str, raw: object, value: object) -> None:
@@ -170,3 +176,36 @@ def test_headers_that_are_not_sent_on(name: str) -> None:
     with pytest.raises(ValueError, match=r"its own to write|is not a header name"):
         check_forwarded(name)
     assert check_forwarded("X-Lane") == "x-lane"
+
+
+def test_a_secret_isnt_shown() -> None:
+    """Neither by itself nor in what holds it; and it is still itself."""
+    sample = Sample(name="x", key=Secret("sk-1"))
+    assert repr(Secret("sk-1")) == str(Secret("sk-1")) == f"{Secret('sk-1')!s}" == SECRET
+    assert "sk-1" not in repr(sample)
+    assert (Secret("a"), hash(Secret("a"))) == (Secret("a"), hash(Secret("a")))
+    assert Secret("a") != Secret("b")
+    assert Secret("a") != "a"
+    assert Secret("sk-1").reveal() == "sk-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"), [("key", 87654), ("key", ["87654"]), ("keys", "87654=x"), ("keys", [87654]), ("key", SECRET)]
+)
+def test_a_wrong_secret_isnt_shown(name: str, raw: object) -> None:
+    """What is wrong with it is told without it; what stands for a secret is none."""
+    with pytest.raises(ValueError, match=r".") as error:
+        SAMPLE[name].read(raw)
+    assert "87654" not in str(error.value)
+
+
+def test_what_is_shown_ends() -> None:
+    """Also of a value that grows with each level, or contains itself."""
+    bomb: list[object] = ["x"]
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    loop: list[object] = []
+    loop.append(loop)
+    assert len(shown(bomb)) == 120
+    assert shown(loop) == "a value that contains itself"
+    assert shown(["a", 1, None]) == '["a", 1, null]'

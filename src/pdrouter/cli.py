@@ -229,7 +229,7 @@ def _serve(flags: dict[str, object], unknown: list[str]) -> int:
 
 def _check_config(flags: dict[str, object], unknown: list[str]) -> int:
     resolved = _resolve(flags, unknown)
-    values = msgspec.to_builtins(resolved.settings)
+    values = msgspec.to_builtins(resolved.settings, enc_hook=str)  # what isn't plain is a secret
     for name, value in values.items():
         text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=sys.maxsize)
         first, rest = text.split("\n", 1)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.setting import (
+    Secret,
     Setting,
     check_forwarded,
     check_header,
@@ -179,7 +180,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Time between two looks at the settings' file; SIGHUP looks at once.", unit="s", low=0.05, high=86_400)] = 5.0
     readiness: Annotated[ReadinessRule, setting("Server",
         "What /readiness needs: that any model can be served, or every model that some endpoint has.")] = "any"
-    api_key: Annotated[str | None, setting("Server",
+    api_key: Annotated[Secret | None, setting("Server",
         "Key that a request must bring, `authorization: Bearer KEY` or `x-api-key: KEY`, unless it only reads a page; "
         "unset: none.")] = None
     open_workers_api: Annotated[bool, setting("Server",
@@ -400,7 +401,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tenant_header: Annotated[str, setting("Admission",
         "Header that names whose share of the router a request takes; tenants wait for each other by fair share.",
         check=check_header)] = "authorization"
-    tenant_weights: Annotated[tuple[str, ...], setting("Admission",
+    tenant_weights: Annotated[tuple[Secret, ...], setting("Admission",
         "Shares that differ: `TENANT=WEIGHT`, the header's value and a number above 0; others have 1.",
         check=check_weight)] = ()
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from pdrouter.config import ENDPOINT_SETTINGS, SETTINGS, EndpointSettings, Settings, is_endpoints
 from pdrouter.errors import ConfigError
+from pdrouter.files import read_file
 from pdrouter.setting import Setting, did_you_mean, shown, split
 
 S = TypeVar("S", bound=Struct)
@@ -20,6 +21,11 @@ Source = Literal["default", "file", "env", "flag"]
 
 ENV_PREFIX: Final = "PDROUTER_"
 ENV_CONFIG: Final = "PDROUTER_CONFIG"
+
+
+_MAX_FILE_BYTES = 16 * 2**20
+_MAX_DEPTH = 32
+"""Bounds of a settings' file (I9); chosen, far beyond any fleet's."""
 
 
 class Resolved(Struct, frozen=True):
@@ -133,7 +139,8 @@ class _Reader:
     def load_file(self, file: Path) -> dict[str, object]:
         """Return the top-level mapping of a YAML file."""
         try:
-            loaded = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+            text = read_file(file, _MAX_FILE_BYTES).decode("utf-8")
+            loaded = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         except OSError as error:
             self.problems.append(f"{file}: {error.strerror or error}")
         except UnicodeDecodeError:
@@ -201,11 +208,26 @@ def _endpoint_fields(text: str) -> dict[str, object] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without the trap that a key given twice quietly has its last value."""
+    """YAML without its traps: a key given twice has its last value in silence, nesting ends in the stack's end."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {_MAX_DEPTH} levels", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.MarkedYAMLError(problem=f"{key}: set twice", problem_mark=node.value[index][0].start_mark)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value}: set twice", problem_mark=key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)

@@ -246,7 +246,7 @@ def intake_options(settings: Settings) -> IntakeOptions:
 def _tenant_weights(settings: Settings) -> dict[bytes, float]:
     """Return the weights of tenants by their names, a key in its one spelling."""
     header = settings.tenant_header.lower().encode()
-    parts = [text.rpartition("=") for text in settings.tenant_weights]
+    parts = [secret.reveal().rpartition("=") for secret in settings.tenant_weights]
     named = {name.encode("latin-1", "replace"): float(weight) for name, _, weight in parts}
     return {identity({header: name}, header): weight for name, weight in named.items()}
 

@@ -182,6 +182,7 @@ class Service:
 
         Raises: ConfigError; then nothing has changed.
         """
+        self.changes.check(settings)
         found = self.changes.found_in(settings)
         changed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(self.settings, n)]
         later = [name for name in changed if name not in LIVE]

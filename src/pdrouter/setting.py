@@ -34,6 +34,34 @@ def setting(
     return Meta(ge=low, le=high, description=description, extra={"group": group, "unit": unit, "check": check})
 
 
+_MAX_SHOWN_CHARS = 120
+
+SECRET = "(secret)"  # noqa: S105
+"""What stands in logs, errors and documents for a secret."""
+
+
+class Secret:
+    """Text that isn't shown: whoever needs it asks for ``reveal()``."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return SECRET
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def reveal(self) -> str:
+        """Return the text."""
+        return self._text
+
+
 class Setting(Struct, frozen=True, kw_only=True):
     """One field of a settings struct, as flags, environment, YAML and documents see it."""
 
@@ -54,6 +82,11 @@ class Setting(Struct, frozen=True, kw_only=True):
     def is_list(self) -> bool:
         """Several values; text holds them separated by commas."""
         return get_origin(self.base) is tuple
+
+    @property
+    def is_secret(self) -> bool:
+        """Nothing that it was or is given may be shown."""
+        return Secret in (self.base, *get_args(self.base))
 
     @property
     def range_text(self) -> str:
@@ -90,12 +123,23 @@ class Setting(Struct, frozen=True, kw_only=True):
             return self._read_number(raw)
         return self._read_text(raw)
 
-    def _read_text(self, raw: object) -> str:
+    def _read_text(self, raw: object) -> str | Secret:
+        if self.is_secret:
+            return self._read_secret(raw)
         if self.choices and raw not in self.choices:
             raise ValueError(f"{shown(raw)} is not one of {self.range_text}")
         if not isinstance(raw, str):
             raise ValueError(f"{shown(raw)} is not text; put it in quotes")  # noqa: TRY004
         return self.check(raw) if self.check else raw
+
+    def _read_secret(self, raw: object) -> Secret:
+        if isinstance(raw, Secret):
+            return raw
+        if not isinstance(raw, str):
+            raise ValueError("it is not text; put it in quotes")  # noqa: TRY004
+        if raw == SECRET:
+            raise ValueError(f"{SECRET} only stands for it; write the secret itself")
+        return Secret(self.check(raw) if self.check else raw)
 
     def _read_number(self, raw: object) -> float:
         kind = int if self.base is int else float
@@ -188,11 +232,15 @@ def _read_bool(raw: object) -> bool:
 
 def shown(raw: object) -> str:
     """Quote a raw value for a message, shortened, on one line."""
+    text = ""
     try:
-        text = json.dumps(raw, ensure_ascii=False, default=str, skipkeys=True)
-    except ValueError:  # YAML can nest a list in itself
-        text = "a value that contains itself"
-    return text if len(text) <= 120 else f"{text[:117]}..."
+        for piece in json.JSONEncoder(ensure_ascii=False, default=str, skipkeys=True).iterencode(raw):
+            text += piece
+            if len(text) > _MAX_SHOWN_CHARS:  # YAML's aliases can make a value that never ends
+                break
+    except (ValueError, RecursionError):
+        return "a value that contains itself"
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 def plain(value: object) -> str:
@@ -237,14 +285,14 @@ def check_kv_address(text: str) -> str:
 
 
 def check_weight(text: str) -> str:
-    """Return ``NAME=WEIGHT``; ValueError says what is wrong with anything else."""
+    """Return ``NAME=WEIGHT``; ValueError says what is wrong, without the name, which may be a key."""
     name, _, weight = text.rpartition("=")
     try:
         is_right = bool(name) and 0 < float(weight) < float("inf")
     except ValueError:
         is_right = False
     if not is_right:
-        raise ValueError(f"{shown(text)} isn't a weight; write NAME=WEIGHT with a number above 0")
+        raise ValueError("one isn't a weight; write NAME=WEIGHT with a number above 0")
     return text
 
 

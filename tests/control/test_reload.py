@@ -1,7 +1,9 @@
 """Settings that are read again: what can change does, under load; a bad file changes nothing."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,12 @@ import yaml
 from structlog.testing import capture_logs
 
 from pdrouter.config import Settings
-from pdrouter.control.reload import Source
+from pdrouter.control.reload import Reload, Source
 from pdrouter.loading import load_settings
 from pdrouter.options import LIVE
 from pdrouter.server import Running, running
 from pdrouter.sim.emulator import EmulatorSettings, start_emulator
-from tests.lab import CHAT, Lab, ScriptedEngine, always, chat, until
+from tests.lab import CHAT, Lab, ScriptedEngine, always, chat, make_settings, until
 
 QUICK: dict[str, Any] = {
     "port": 0,
@@ -143,6 +145,110 @@ async def test_a_file_that_is_gone_or_written_again(file: File) -> None:
         await until(lambda: reloads(lab.router) == (0, 1))
         file.write()
         await until(lambda: reloads(lab.router) == (1, 1))
+
+
+async def test_a_file_cut_off_drains_nobody(file: File) -> None:
+    """Cut off before its endpoints, or between prefill and decode, or emptied: refused, and all go on serving."""
+    async with (
+        start_emulator(EmulatorSettings(role="prefill", speed=100.0)) as prefill,
+        start_emulator(EmulatorSettings(role="decode", speed=100.0)) as decode,
+    ):
+        file.write(prefill=[prefill.url], decode=[decode.url])
+        whole = file.path.read_text()
+        async with router_of(file) as lab:
+            await lab.ready()
+            lists = {
+                name: {"prefill": [prefill.url], "decode": [decode.url]} | {name: []} for name in ("prefill", "decode")
+            }
+            texts = [
+                "",
+                "\n# nothing\n",
+                yaml.safe_dump(QUICK),
+                *(yaml.safe_dump(QUICK | some) for some in lists.values()),
+            ]
+            for number, text in enumerate(texts, 1):
+                with capture_logs() as told:
+                    file.path.write_text(text)
+                    await until(lambda number=number: reloads(lab.router) == (0, number))  # type: ignore[misc]
+                assert [line["log_level"] for line in told] == ["error"]
+                assert all(lab.core.fleet.why_out(endpoint.address) is None for endpoint in lab.core.fleet)
+                assert (await lab.post(CHAT, chat("x"))).status == 200
+            file.path.write_text(whole)
+            await until(lambda: reloads(lab.router)[0] == 1)
+
+
+async def test_a_fleet_may_become_another(file: File) -> None:
+    """Pairs may give way to regular engines: the lists that were emptied have others in their place."""
+    async with (
+        ScriptedEngine("prefill", {}).listen() as prefill,
+        ScriptedEngine("decode", {}).listen() as decode,
+        ScriptedEngine(None, {CHAT: always(200, {})}).listen() as worker,
+    ):
+        file.write(prefill=[prefill.url], decode=[decode.url])
+        async with router_of(file) as lab:
+            file.write(worker=[worker.url])
+            await until(lambda: [endpoint.url for endpoint in lab.core.fleet] == [worker.url])
+            assert reloads(lab.router) == (1, 0)
+
+
+async def test_what_is_no_file_is_told_and_ignored(file: File) -> None:
+    """A pipe that nobody writes to, a folder, a link to itself, a text nested too deep: nothing waits or ends."""
+    async with ScriptedEngine(None, {CHAT: always(200, {})}).listen() as engine:
+        file.write(worker=[engine.url])
+        whole = file.path.read_text()
+        async with router_of(file) as lab:
+            await lab.ready()
+
+            def cut() -> None:
+                file.path.write_text("worker: " + "[" * 100_000)
+
+            def link() -> None:
+                file.path.symlink_to(file.path)
+
+            def pipe() -> None:
+                os.mkfifo(file.path)
+
+            ways: tuple[Callable[[], None], ...] = (pipe, file.path.mkdir, cut, link)
+            for way in ways:
+                refused = reloads(lab.router)[1]
+                file.path.unlink()
+                with capture_logs() as told:
+                    way()
+                    lab.router.service.reload()
+                    await until(lambda refused=refused: reloads(lab.router)[1] > refused)  # type: ignore[misc]
+                (line, *_) = [line for line in told if line["log_level"] == "error"]
+                assert str(file.path) in line["problems"][0]
+                assert (await lab.post(CHAT, chat("x"))).status == 200
+                if file.path.is_dir():
+                    file.path.rmdir()
+                    file.path.touch()
+            file.path.unlink()
+            file.path.write_text(whole)
+            await until(lambda: reloads(lab.router)[0] == 1)
+            assert lab.router.service.supervisor.restarts == 0
+
+
+async def test_a_file_that_is_being_written_is_read_when_it_rests(tmp_path: Path) -> None:
+    """What was read isn't what is there now: it counts for nothing, and the file is read again."""
+    path, applied = tmp_path / "x.yaml", []
+
+    def load() -> Settings:
+        lines = path.read_text().splitlines()
+        if len(lines) < 4:
+            path.write_text(path.read_text() + "more\n")
+        return make_settings({"port": len(lines)})
+
+    def apply(settings: Settings) -> list[str]:
+        applied.append(settings.port)
+        return []
+
+    path.write_text("")
+    reload = Reload(Source(path, load), apply, 0.005)
+    path.write_text("first\n")
+    task = asyncio.create_task(reload.run())
+    await until(lambda: bool(applied))
+    task.cancel()
+    assert (applied, reload.counters()) == ([4], {"applied": 1, "refused": 0})
 
 
 async def test_limits_of_a_running_router(file: File) -> None:

@@ -185,3 +185,37 @@ def test_a_file_that_cannot_be_stops_the_start(tmp_path: Path) -> None:
         Service(make_settings({"journal_file": str(tmp_path / "nowhere" / "journal")}))
     assert "journal_file" in told.value.problems[0]
     assert "No such file" in told.value.problems[0]
+
+
+def test_only_its_owner_reads_it_whatever_was_there(tmp_path: Path) -> None:
+    """A file that all could read is kept and closed to them; so is the one that it turns into."""
+    path = tmp_path / "journal.jsonl"
+    path.write_text("old\n")
+    path.chmod(0o666)
+    file = make_file(path)
+    note(file)
+    file.close()
+    assert path.read_text().startswith("old\n{")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "read pipe", "folder"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """A link isn't followed, a pipe isn't waited for."""
+    path, target = tmp_path / "journal.jsonl", tmp_path / "target"
+    if kind == "link":
+        target.write_text("keep")
+    if "link" in kind:
+        path.symlink_to(target)
+    if "pipe" in kind:
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "read pipe" else None
+    with pytest.raises(ConfigError) as error:
+        Service(make_settings({"journal_file": str(path)}))
+    assert str(path) in error.value.problems[0]
+    assert "None" not in error.value.problems[0]
+    assert not target.exists() or target.read_text() == "keep"
+    if reader is not None:
+        os.close(reader)

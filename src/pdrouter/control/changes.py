@@ -44,6 +44,23 @@ class Changes:
         """
         return list(static_endpoints(settings, self._engines))
 
+    def check(self, settings: Settings) -> None:
+        """Refuse settings whose lists of endpoints look cut off: all are empty, or one side of the pairs is.
+
+        Raises: ConfigError.
+        """
+        before, after = _listed(self._settings), _listed(settings)
+        lost = before - after
+        if before and not after:
+            raise ConfigError(
+                ["no endpoint is named any more; the fleet stays (let its last one go by DELETE /workers)"]
+            )
+        for one, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            if one in lost and other in after:
+                raise ConfigError(
+                    [f"{_LISTS[one]}: none is named any more, but {_LISTS[other]} is; name both or neither"]
+                )
+
     def follow(self, settings: Settings, found: list[Found]) -> None:
         """Let endpoints join, change and leave as settings now say of them; those that only the API named stay."""
         before = self.found_in(self._settings)
@@ -110,3 +127,8 @@ class Changes:
         if entry is None:
             raise InvalidRequest(f"{known.endpoint.address} is leaving; add it anew")
         return entry
+
+
+def _listed(settings: Settings) -> set[Role]:
+    """Return the roles of the endpoints that settings name."""
+    return {role for role, name in _LISTS.items() if getattr(settings, name)}

@@ -15,7 +15,13 @@ import structlog
 from pdrouter.config import Settings
 from pdrouter.errors import ConfigError
 
-Stamp = tuple[int, int, int]
+
+class Stamp(NamedTuple):
+    """What differs when a file is written or replaced."""
+
+    modified_ns: int
+    size: int
+    inode: int
 
 
 class Source(NamedTuple):
@@ -56,11 +62,17 @@ class Reload:
             stamp = _stamp(self._file)
             if is_asked or stamp not in (None, self._seen):
                 self._seen = stamp
-                await self._reload()
+                await self._reload(stamp)
 
-    async def _reload(self) -> None:
+    async def _reload(self, stamp: Stamp | None) -> None:
         try:
-            waiting = self._apply(await asyncio.to_thread(self._load))
+            settings = await asyncio.to_thread(self._load)
+            if _stamp(self._file) != stamp:
+                self._log.info("is being written; it is read again")
+                return
+            if stamp is not None and not stamp.size:
+                raise ConfigError(["the file is empty"])  # noqa: TRY301
+            waiting = self._apply(settings)
         except ConfigError as error:
             self.counts["refused"] += 1
             self._log.error("refused; the settings stay as they were", problems=error.problems)
@@ -72,9 +84,9 @@ class Reload:
 
 
 def _stamp(file: Path) -> Stamp | None:
-    """Return what differs when a file is written or replaced; ``None`` if it isn't there."""
+    """Return the stamp of a file; ``None`` if it isn't there."""
     try:
         status = file.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return Stamp(status.st_mtime_ns, status.st_size, status.st_ino)

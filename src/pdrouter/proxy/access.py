@@ -15,6 +15,7 @@ import msgspec
 from pdrouter.errors import CrossSite, HostNotAllowed, KeyNeeded, Unauthorized
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, check_once, credential
+from pdrouter.setting import Secret
 
 _OWN_SITES = frozenset((b"same-origin", b"none"))
 _FORWARDING = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
@@ -24,7 +25,7 @@ _FORWARDING = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via")
 class Access(msgspec.Struct, frozen=True):
     """``config.py`` says what these mean; ``origins`` are those that CORS allows by name."""
 
-    api_key: str | None
+    api_key: Secret | None
     allowed_hosts: Collection[bytes]
     origins: Collection[bytes]
     is_open: bool
@@ -34,7 +35,7 @@ class Access(msgspec.Struct, frozen=True):
 
         Raises: Unauthorized.
         """
-        if self.api_key is not None and not compare_digest(credential(header), self.api_key.encode()):
+        if self.api_key is not None and not compare_digest(credential(header), self.api_key.reveal().encode()):
             raise Unauthorized("this needs the router's api_key: authorization: Bearer KEY, or x-api-key: KEY")
 
     def check_change(self, client: Client) -> None:

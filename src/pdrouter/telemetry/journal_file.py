@@ -19,6 +19,7 @@ import structlog
 
 from pdrouter.core.request import PAIRED, RequestFacts
 from pdrouter.errors import RouterError
+from pdrouter.files import open_regular
 
 _INTERVAL_S = 1.0
 _MAX_HELD_BYTES = 16 * 1024 * 1024
@@ -172,4 +173,5 @@ class JournalFile:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY)
+    """Open the file for its owner alone; one that was there keeps its lines, a link isn't followed."""
+    return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, _OWNER_ONLY)

@@ -171,6 +171,8 @@ def oversized(file: str, source: str) -> list[str]:
 
 def cited(source: str) -> set[str]:
     """Return the invariant numbers in a file's comments and docstrings."""
+    if not re.search(r"\bI[1-9]", source):
+        return set()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts = [token.string for token in tokens if token.type == tokenize.COMMENT]
     documented = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Module | ast.ClassDef | Function))
@@ -180,6 +182,8 @@ def cited(source: str) -> set[str]:
 
 def marked(source: str) -> set[str]:
     """Return the invariant numbers that a test file's tests hold."""
+    if "pytest.mark.invariant" not in source:
+        return set()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     return {
         str(argument.value)

@@ -124,7 +124,6 @@ class Service:
                 Doors(self.changes, prober.ask, self.supervisor.start),
                 access(settings),
             ),
-            access(settings),
             cors(settings),
             needs_all_models=settings.readiness == "all",
         )

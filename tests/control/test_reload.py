@@ -26,6 +26,7 @@ QUICK: dict[str, Any] = {
     "health_check_interval_secs": 0.05,
     "shutdown_grace_period_secs": 0,
     "disable_retries": True,
+    "allowed_hosts": ["lab"],
 }
 
 

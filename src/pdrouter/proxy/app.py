@@ -8,7 +8,6 @@ from pdrouter.core.router import Router
 from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientGone, MethodNotAllowed, NotFound, RouterError
 from pdrouter.proxy import openapi, workers
-from pdrouter.proxy.access import Access
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.cors import Cors
 from pdrouter.proxy.dispatch import Dispatcher
@@ -41,7 +40,6 @@ class App:
         rates: Rates | None,
         counter: Counter | None,
         fleet_api: FleetApi,
-        access: Access,
         cors: Cors | None,
         *,
         needs_all_models: bool,
@@ -49,7 +47,7 @@ class App:
         """Serve pages and the inference paths; ``needs_all_models``: to be ready, see ``readiness_page``."""
         self._needs_all_models = needs_all_models
         self.clients = clients
-        self._access = access
+        self._access = fleet_api.access
         self._cors = cors
         self._fleet_api = fleet_api
         self._rates = rates

@@ -102,7 +102,7 @@ class FleetApi:
         self._router = router
         self._clock = clock
         self._doors = doors
-        self._access = access
+        self.access = access
         self._paths: Mapping[bytes, tuple[tuple[bytes, ...], Callable[[Client], None]]] = {
             b"/add_worker": (_POST, self._add_by_query),
             b"/remove_worker": (_POST, self._remove_by_query),
@@ -121,7 +121,7 @@ class FleetApi:
         Raises: RouterError.
         """
         if client.method not in _GET and self._action(client) is not None:
-            self._access.check_change(client)
+            self.access.check_change(client)
         is_adding = client.path == _WORKERS and client.method == b"POST"
         return is_adding or (client.path.startswith(_WORKER) and client.method == b"PUT")
 

@@ -12,6 +12,7 @@ from pdrouter.proxy.connection import Connection as ClientConnection
 from pdrouter.proxy.flight import Flight
 from pdrouter.proxy.legs import PrefillLeg
 from pdrouter.proxy.relay import Observer
+from pdrouter.proxy.samples import SampleClient, Samples
 from pdrouter.sim.emulator import expected_text, render_chat
 from pdrouter.upstream.connection import Connection, Exchange
 from tests.lab import CHAT, Lab, Reply, chat, gather, until
@@ -20,7 +21,18 @@ NEIGHBOURS = 8
 VLLM: Mapping[str, Any] = {"engine": "vllm", "kv_connector": "nixl", "kv_hold_timeout_s": 120.0}
 """Emulators that run their legs in turn; KV that a failed decode didn't fetch is let go within seconds."""
 
-OF_A_REQUEST = (Flight, PrefillLeg, Answer, Observer, Exchange, Client, ClientConnection, Connection)
+OF_A_REQUEST = (
+    Flight,
+    PrefillLeg,
+    Answer,
+    Observer,
+    Exchange,
+    Client,
+    ClientConnection,
+    Connection,
+    Samples,
+    SampleClient,
+)
 """What a request is made of; it goes when the request does."""
 
 _NOT_OF_REQUESTS = ("Supervisor", "Saboteur", "_pump")

@@ -214,6 +214,14 @@ async def test_the_story_tells_of_each_sample() -> None:
         assert [line.rpartition(" ")[2] for line in counts] == ["1.0"]
 
 
+async def test_rates_count_one_request() -> None:
+    """With the tokens of all samples."""
+    async with make_lab(rate_limit_requests_per_min=2) as lab:
+        assert [(await lab.post(CHAT, chat("x", 1, n=3))).status for _ in range(3)] == [200, 200, 429]
+    async with make_lab(rate_limit_tokens_per_min=1000) as lab:
+        assert [(await lab.post(CHAT, chat("x", 200, n=4))).status for _ in range(2)] == [200, 429]
+
+
 async def test_each_sample_is_placed_by_its_prefix() -> None:
     """A prompt that stands alone is compared with others', as it is without ``n``."""
     async with make_lab(2, 1, prefix_block_bytes=64) as lab:

@@ -55,9 +55,9 @@ class Samples:
         self._held_bytes = 0
         self._max_bytes = owner.options.max_reply_bytes
         self._joiner = StreamJoiner(inbound.sample_of, self._max_bytes)
-        self._samples = deque(_SampleClient(self, client, number) for number in range(inbound.sample_of))
+        self._samples = deque(SampleClient(self, client, number) for number in range(inbound.sample_of))
         self._open = set(self._samples)
-        self._flights: dict[_SampleClient, Flight] = {}
+        self._flights: dict[SampleClient, Flight] = {}
 
     def start(self) -> None:
         """Place all samples, one after the other, and send their legs, or let them wait."""
@@ -90,14 +90,14 @@ class Samples:
 
     # What the flights answer.
 
-    def begin(self, sample: "_SampleClient") -> None:
+    def begin(self, sample: "SampleClient") -> None:
         """A sample's answer begins; the first of a stream begins the client's."""
         if self._inbound.is_stream and sample.status < STATUS_OK_BELOW and not self._is_over:
             if not self._client.is_started:
                 self._client.start(sample.status, sample.reply_headers, sample.reply_lines)
             sample.is_streamed = True
 
-    def take(self, sample: "_SampleClient", piece: bytes) -> None:
+    def take(self, sample: "SampleClient", piece: bytes) -> None:
         """Pass on a piece of a streamed sample, or keep that of any other.
 
         Raises: UpstreamProtocol if more is held than may be.
@@ -148,7 +148,7 @@ class Samples:
     # Ends.
 
     def _sample_ended(
-        self, sample: "_SampleClient", _client: Client, _path: str, _request_id: str, error: RouterError | None
+        self, sample: "SampleClient", _client: Client, _path: str, _request_id: str, error: RouterError | None
     ) -> None:
         self._flights.pop(sample, None)
         if self._is_over or sample not in self._open:
@@ -159,7 +159,7 @@ class Samples:
         if error is not None:
             self._end(error)
 
-    def _answered(self, sample: "_SampleClient") -> None:
+    def _answered(self, sample: "SampleClient") -> None:
         if sample.status >= STATUS_OK_BELOW:
             self._refused(sample)
             return
@@ -168,7 +168,7 @@ class Samples:
         if not self._open:
             self._finish()
 
-    def _refused(self, sample: "_SampleClient") -> None:
+    def _refused(self, sample: "SampleClient") -> None:
         """Pass on an engine's own error.
 
         Raises: UpstreamError where the client has had a part of the answer.
@@ -206,7 +206,7 @@ class Samples:
         self._open.clear()
         self._on_end(self._client, self._inbound.path, self._inbound.request_id, untold)
 
-    def _end_flights(self, error: RouterError, *, but: "_SampleClient | None" = None) -> None:
+    def _end_flights(self, error: RouterError, *, but: "SampleClient | None" = None) -> None:
         for sample, flight in tuple(self._flights.items()):
             if sample is not but:
                 flight.turn_away(error)
@@ -231,7 +231,7 @@ def _not_needed() -> SampleNotNeeded:
     return SampleNotNeeded("another sample of the request has failed")
 
 
-class _SampleClient(Client):
+class SampleClient(Client):
     """The client of one sample, as its flight sees it; ``number`` counts from 0."""
 
     __slots__ = ("_samples", "is_streamed", "number", "pieces", "reply_headers", "reply_lines")

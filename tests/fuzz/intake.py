@@ -110,6 +110,7 @@ def hold_reading(facts: RequestFacts, inbound: Inbound, asked: bytes) -> None:
     copies = 1 if copies is None else copies
     assert inbound.batch == (None if prompts is None and copies == 1 else (prompts or 1) * copies)
     assert facts.prompts == (inbound.batch or 1)
+    assert facts.copies == copies
     assert facts.is_list == ((prompts or 1) > 1)
     assert facts.max_output_tokens == limit
 

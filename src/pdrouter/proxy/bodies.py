@@ -200,14 +200,14 @@ class Generate(Body):
     return_logprob: Scalar | list[Scalar] = None
 
     def copies(self) -> int | None:
-        """Return ``n``; in a list of parameters all have the same, as in SGLang (``io_struct.py``).
+        """Return ``n``; in a list of parameters all have the same.
 
-        Raises: InvalidRequest.
+        Source: SGLang's ``io_struct.py``, ``_handle_parallel_sampling``; a beam search is one sample, whatever its
+        ``n``. Raises: InvalidRequest.
         """
         params = self.sampling_params
-        if not isinstance(params, list):
-            return None if params is None else params.n
-        copies = {1 if each.n is None else each.n for each in params}
+        several = params if isinstance(params, list) else [] if params is None else [params]
+        copies = {1 if each.n is None or each.is_beam else each.n for each in several}
         if len(copies) > 1:
             raise InvalidRequest("n must be the same in all of sampling_params", param="n")
         return copies.pop() if copies else None
@@ -232,6 +232,12 @@ class SamplingParams(Struct):
 
     n: int | None = None
     max_new_tokens: int | None = None
+    beam_width: object = None
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether it is a beam search."""
+        return isinstance(self.beam_width, int) and self.beam_width > 1
 
     def limit(self) -> int | None:
         """Return ``max_new_tokens``."""

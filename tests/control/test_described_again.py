@@ -125,8 +125,10 @@ async def test_fewer_ranks_than_are_reported() -> None:
             await until(lambda: len(engine.asked_for("/server_info")) > 4)
             (worker,) = (await lab.get("/workers")).json()["workers"]
             (endpoint,) = (await lab.get("/debug/fleet")).json()["endpoints"]
+            (model,) = (await lab.get("/readiness")).json()["models"]
         reason = "load reports name rank 1, but only rank 0 is known"
         assert (worker["metadata"]["warning"], endpoint["warning"], endpoint["out"]) == (reason, reason, None)
+        assert model["warnings"] == [f"{worker['id']}: {reason}"]
         assert [line["reason"] for line in told if line["log_level"] == "warning"] == [reason]
         assert (await lab.post(CHAT, chat("x"))).status == 200
         engine.info["dp_size"] = 2
@@ -187,6 +189,30 @@ async def test_an_engine_that_contradicts_the_settings(
             assert reason in (await lab.post(CHAT, chat("x"))).error["message"]
             engine.info = agreed | {"dp_size": fixed.get("dp_size", 1), "disaggregation_bootstrap_port": 8998}
             await until(lambda: out(lab, engine) is None)
+
+
+@pytest.mark.parametrize(
+    ("configured", "owner", "reported"),
+    [
+        ("sglang", "vllm", "vllm"),
+        ("vllm", "sglang", "sglang"),
+        ("vllm", "tensorrt_llm", "trtllm"),
+        ("trtllm", "sglang", "sglang"),
+        ("sglang", "sglang", None),
+        ("sglang", "a gateway", None),
+        ("vllm", None, None),
+        ("openai", "vllm", None),
+    ],
+)
+async def test_an_engine_of_another_kind(configured: str, owner: str | None, reported: str | None) -> None:
+    """By who owns the models that it lists; who isn't known contradicts nothing, and ``openai`` is any kind."""
+    models = {"object": "list", "data": [{"id": "m", "owned_by": owner}]}
+    entry = {"url": "", "engine": configured}
+    async with ScriptedEngine(None, {"/v1/models": always(200, models)}).listen() as engine:
+        entry["url"] = engine.url
+        async with route_to(worker=[entry], waits=False, **QUICK) as lab:
+            reason = reported and f"configured engine {configured}, reports {reported}"
+            await until(lambda: out(lab, engine) == reason)
 
 
 async def test_a_bootstrap_port_of_a_decode_engine_counts_nothing() -> None:

@@ -124,7 +124,7 @@ async def test_readiness_counts() -> None:
     """/readiness tells how many engines are healthy, of how many."""
     async with make_lab(1, 2, 1) as lab:
         counts = {"healthy_workers": 4, "total_workers": 4}
-        model = {"id": "emulated", "is_served": True, "reason": None, **counts}
+        model: dict[str, object] = {"id": "emulated", "is_served": True, "reason": None, "warnings": [], **counts}
         assert (await lab.get("/readiness")).json() == {"status": "ready", **counts, "models": [model]}
 
 
@@ -142,7 +142,8 @@ async def test_readiness_by_model(rule: str, statuses: list[int]) -> None:
         a, b = page.json()["models"]
         assert (a["id"], a["is_served"], a["healthy_workers"], a["total_workers"]) == ("a", False, 1, 2)
         assert f"no decode endpoint of model 'a' is ready (1 known: {decode.url[7:]}" in a["reason"]
-        assert b == {"id": "b", "is_served": True, "reason": None, "healthy_workers": 1, "total_workers": 1}
+        counts = {"healthy_workers": 1, "total_workers": 1}
+        assert b == {"id": "b", "is_served": True, "reason": None, "warnings": [], **counts}
         assert (page.json()["healthy_workers"], page.json()["total_workers"]) == (2, 3)
         assert page.json().get("reason") == (None if rule == "any" else a["reason"])
         assert (await lab.post(CHAT, chat("x", model="b"))).status == 200

@@ -5,9 +5,10 @@ when its port opens. And ranks may be added while it runs. ``health.py`` asks; n
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pdrouter.core.fleet import Endpoint, Role
+from pdrouter.engines.about import ENGINE_OF_OWNER
 
 _MAX_BACK_OFF = 64
 """The time between two descriptions doubles up to so many times the first; chosen."""
@@ -102,6 +103,9 @@ def contradictions(endpoint: Endpoint, fixed: Collection[str], told: Mapping[str
 
     What isn't told contradicts nothing. Every SGLang server tells a bootstrap port; only a prefill's is used.
     """
+    kinds = _kinds(told.get("cards"))
+    if endpoint.engine in ENGINE_OF_OWNER.values() and kinds and endpoint.engine not in kinds:
+        yield f"configured engine {endpoint.engine}, reports {kinds[0]}"
     checked = {"role"}
     if "dp_size" in fixed:
         checked.add("dp_size")
@@ -111,3 +115,9 @@ def contradictions(endpoint: Endpoint, fixed: Collection[str], told: Mapping[str
         configured = getattr(endpoint, name)
         if told[name] != configured:
             yield f"configured {name} {configured}, reports {told[name]}"
+
+
+def _kinds(cards: object) -> Sequence[str]:
+    """Return the kinds of engine that own what is listed, as far as they are known."""
+    owners = [card.owned_by for card in cards] if isinstance(cards, tuple) else []
+    return [ENGINE_OF_OWNER[owner] for owner in owners if owner in ENGINE_OF_OWNER]

@@ -1,11 +1,20 @@
 """What engines with OpenAI's API tell of themselves, all in the same way: the ids they list, and perhaps a version."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pdrouter.core.names import Card
 from pdrouter.engines.base import MAX_ID_CHARS, Described
 
 MODELS_PATH = "/v1/models"
+
+ENGINE_OF_OWNER: Mapping[str, str] = {"sglang": "sglang", "vllm": "vllm", "tensorrt_llm": "trtllm"}
+"""The kind of engine by ``owned_by`` of what it lists.
+
+Source: ``ModelCard`` of SGLang 0.5.6 to 0.5.23 (``entrypoints/openai/protocol.py``), vLLM 0.32
+(``entrypoints/serve/engine/protocol.py``), TensorRT-LLM 1.2 (``serve/openai_protocol.py``).
+"""
 
 _MAX_ROOT_CHARS = 4096
 """A longer path isn't taken (I9). Source: Linux's PATH_MAX."""

@@ -180,11 +180,15 @@ class Loads(Struct, frozen=True):
 
 
 class ModelReadiness(Struct, frozen=True):
-    """Whether requests for a base model can be served now; if not, ``reason`` says why."""
+    """Whether requests for a base model can be served now; if not, ``reason`` says why.
+
+    ``warnings`` say of some endpoints what doesn't add up in what their engines tell.
+    """
 
     id: str
     is_served: bool
     reason: str | None
+    warnings: list[str]
     healthy_workers: int
     total_workers: int
 

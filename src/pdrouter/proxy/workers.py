@@ -34,6 +34,7 @@ _PLAIN = RequestFacts(request_id="", prompt_tokens=1)
 """What a model is ready for: one prompt and its answer."""
 
 _MAX_LACKING = 8
+_MAX_WARNINGS = 8
 """Models whose reasons stand in the one reason for all."""
 
 
@@ -131,7 +132,14 @@ def readiness_page(router: Router, *, is_draining: bool, needs_all: bool) -> tup
     fleet = router.fleet
     workers = Counter(endpoint.model for endpoint in fleet)
     healthy = Counter(endpoint.model for endpoint in fleet if fleet.is_ready(endpoint.address))
-    models = [_readiness(router, base, healthy[base], workers[base]) for base in sorted(fleet.names.bases)]
+    warnings: dict[str | None, list[str]] = {}
+    for endpoint in fleet:
+        if endpoint.warning is not None:
+            warnings.setdefault(endpoint.model, []).append(f"{endpoint.address}: {endpoint.warning}")
+    models = [
+        _readiness(router, base, healthy[base], workers[base], warnings.get(base, []))
+        for base in sorted(fleet.names.bases)
+    ]
     served = [model.is_served for model in models] or [bool(fleet.ways(None, _PLAIN))]
     counts = (healthy.total(), workers.total(), models)
     if is_draining:
@@ -143,9 +151,10 @@ def readiness_page(router: Router, *, is_draining: bool, needs_all: bool) -> tup
     return 503, msgspec.json.encode(NotReady("not ready", *counts, reason))
 
 
-def _readiness(router: Router, model: str, healthy: int, total: int) -> ModelReadiness:
+def _readiness(router: Router, model: str, healthy: int, total: int, warnings: list[str]) -> ModelReadiness:
     is_served = bool(router.fleet.ways(model, _PLAIN))
-    return ModelReadiness(model, is_served, None if is_served else router.why_nobody(model), healthy, total)
+    reason = None if is_served else router.why_nobody(model)
+    return ModelReadiness(model, is_served, reason, warnings[:_MAX_WARNINGS], healthy, total)
 
 
 def worker_of(router: Router, endpoint: Endpoint) -> Worker:

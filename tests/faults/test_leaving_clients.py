@@ -70,19 +70,19 @@ def leave_by(way: str, call: Call) -> None:
 @pytest.mark.parametrize("end", ["answered", "left", "one fails", "the router gives up"])
 async def test_several_samples(end: str, is_stream: bool) -> None:
     """However a request of three samples ends, all of it is gone."""
-    async with lab_of("sglang", request_timeout_secs=2 if end == "the router gives up" else 600) as lab:
-        async with nothing_left(lab):
-            if end == "one fails":
-                await fault(lab.decodes[0], "status", status=500, times=1)
-            tokens = 5 if end == "answered" else LONG
-            async with await lab.start(CHAT, chat("several", tokens, n=3, stream=is_stream)) as call:
-                if end == "left":
-                    await until(lambda: lab.decodes[0].snapshot().requests == 3)
-                else:
-                    reply = await call.finish()
-                    statuses = {"answered": {200}, "one fails": {500, 200}, "the router gives up": {504, 200}}
-                    assert reply.status in statuses[end]
-                    assert reply.is_whole is (end == "answered" or not is_stream or reply.status != 200)
+    timeout_s = 2 if end == "the router gives up" else 600
+    async with lab_of("sglang", request_timeout_secs=timeout_s) as lab, nothing_left(lab):
+        if end == "one fails":
+            await fault(lab.decodes[0], "status", status=500, times=1)
+        tokens = 5 if end == "answered" else LONG
+        async with await lab.start(CHAT, chat("several", tokens, n=3, stream=is_stream)) as call:
+            if end == "left":
+                await until(lambda: lab.decodes[0].snapshot().requests == 3)
+                return
+            reply = await call.finish()
+        statuses = {"answered": {200}, "one fails": {500, 200}, "the router gives up": {504, 200}}
+        assert reply.status in statuses[end]
+        assert reply.is_whole is (end == "answered" or not is_stream or reply.status != 200)
 
 
 @pytest.mark.parametrize(

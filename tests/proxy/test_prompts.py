@@ -171,6 +171,40 @@ def test_a_longer_conversation_begins_with_the_shorter() -> None:
 
 
 @pytest.mark.parametrize(
+    ("api", "body", "other"),
+    [
+        (Api.GENERATE, {"text": "hello"}, {"text": "hello!"}),
+        (Api.GENERATE, {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 4]}),
+        (Api.CHAT, chat("a"), chat("b")),
+        (Api.COMPLETIONS, {"prompt": "hello"}, {"prompt": "hallo"}),
+    ],
+)
+def test_a_prompt_shorter_than_a_block_is_compared_as_a_whole(
+    api: Api, body: dict[str, object], other: dict[str, object]
+) -> None:
+    """It has one hash, which only an equal prompt has, and its block is all of it."""
+    facts, same, differing = facts_of(api, body), facts_of(api, dict(body)), facts_of(api, other)
+    assert facts.is_short
+    assert facts.prefix_blocks == same.prefix_blocks
+    assert len(facts.prefix_blocks) == 1
+    assert facts.prefix_blocks != differing.prefix_blocks
+    assert facts.block_tokens == pytest.approx(facts.prompt_tokens, abs=1)
+    assert not facts_of(Api.GENERATE, {"text": FILLER}).is_short
+
+
+@pytest.mark.parametrize(("size", "is_short"), [(13, True), (14, False), (15, False)])
+def test_a_prompt_of_one_block_isnt_short(size: int, is_short: bool) -> None:
+    """With its quotes it is as long as a block."""
+    assert facts_of(Api.GENERATE, {"text": "x" * size}).is_short is is_short
+
+
+def test_what_isnt_one_prompt_has_no_blocks() -> None:
+    """Nor is it short."""
+    for facts in (facts_of(Api.GENERATE, {"text": ["a", "b"]}), facts_of(Api.CHAT, chat("a", n=2))):
+        assert (facts.prefix_blocks, facts.is_short) == ((), False)
+
+
+@pytest.mark.parametrize(
     ("api", "first", "second"),
     [
         (Api.COMPLETIONS, {"prompt": FILLER}, {"prompt": FILLER + FILLER, "max_tokens": 5}),

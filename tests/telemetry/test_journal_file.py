@@ -111,6 +111,15 @@ def test_keys_are_another_process_s_secret(tmp_path: Path) -> None:
     assert b"[]" not in (tmp_path / "one").read_bytes()
 
 
+def test_a_prompt_shorter_than_a_block_has_no_blocks(tmp_path: Path) -> None:
+    """A line names full blocks, all about as large."""
+    file = make_file(tmp_path / "one")
+    note(file, prefix_blocks=(5,), block_tokens=8.0, is_short=True)
+    file.close()
+    (entry,) = entries(tmp_path / "one")
+    assert (entry.blocks, entry.block_tokens) == ((), 0.0)
+
+
 @pytest.mark.invariant("I9")
 async def test_two_halves_are_kept(tmp_path: Path) -> None:
     """However many requests, the file and the one before it take no more than they may, but for the last batch."""

@@ -38,8 +38,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     ``prompts`` is how many answers there will be, ``copies`` how many of them to each prompt, ``is_list`` says that
     they are to more than one prompt, ``is_whole`` that one endpoint shall do it all.
     ``prefix_blocks`` are the chained block hashes of the prompt (``core/prefix.py``), ``block_tokens`` the estimated
-    tokens in one block. ``prefill_rank`` and ``decode_rank`` are the ranks that the client asked for,
-    ``max_output_tokens`` the limit that it set for each answer.
+    tokens in one block; of a prompt that ``is_short`` of a block there is one hash, which only an equal prompt has.
+    ``prefill_rank`` and ``decode_rank`` are the ranks that the client asked for, ``max_output_tokens`` the limit that
+    it set for each answer.
     A higher ``priority`` goes first; ``tenant`` is a hash of whose share of the router it takes, ``weight`` how large
     that is beside others'. ``routing_key`` and ``client_key`` are hashes of the key that the client gave, and of that
     or else what tells the client.
@@ -58,6 +59,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     is_whole: bool = False
     prefix_blocks: tuple[int, ...] = ()
     block_tokens: float = 0.0
+    is_short: bool = False
     prefill_rank: int | None = None
     decode_rank: int | None = None
     max_output_tokens: int | None = None

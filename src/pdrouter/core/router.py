@@ -46,6 +46,10 @@ _EAGER_USAGES, _USAGE_STEP = 256, 8
 _SCATTER = 0x9E3779B1
 """Knuth's multiplier for scattering numbers: 2^32 divided by the golden ratio."""
 
+_SHORT_SHARE = 8
+"""Part of the prefix index's memory that prompts shorter than a block get: an eighth. Chosen. They are apart, so that
+many of them push out no long ones, in memory or in what a rank's KV is thought to hold."""
+
 _LOST_BLOCKS = 2
 """A cache that lacks more than this of what was predicted has lost it; less is rounding and the estimate of tokens."""
 
@@ -101,7 +105,9 @@ class Router:
             visible_delay_s=options.visible_delay_s,
             history_events=options.history_events,
         )
-        self.prefixes = PrefixIndex(options.prefix_bytes)
+        short_bytes = options.prefix_bytes // _SHORT_SHARE
+        self.prefixes = PrefixIndex(options.prefix_bytes - short_bytes)
+        self.short_prompts = PrefixIndex(short_bytes)
         self.tokens = TokenEstimator(options.bytes_per_token, options.max_models)
         self.live: dict[int, Decision] = {}
         self.journal = Journal(options.journal_decisions)
@@ -195,7 +201,7 @@ class Router:
         self, role: Role, facts: RequestFacts, target: Target, avoid: frozenset[RankKey], now_s: float
     ) -> Question:
         output_tokens = self.outputs.expected_tokens(target.base, facts)
-        cached = cached_tokens(self.prefixes, facts)
+        cached = cached_tokens(self._index_for(facts), facts)
         return Question(
             (role, target.name or ""), role, facts.prompt_tokens, cached, output_tokens, now_s, facts, avoid
         )
@@ -239,11 +245,11 @@ class Router:
         self.books.placed(decision)
         self.journal.decided(decision)
         if facts.prefix_blocks:
-            reader = prefill or decode
-            decision.prefix_is_read = self.prefixes.insert(facts.prefix_blocks, reader.reservation.account.key)
-            decision.insert = self.prefixes.inserts
+            reader, index = prefill or decode, self._index_for(facts)
+            decision.prefix_is_read = index.insert(facts.prefix_blocks, reader.reservation.account.key)
+            decision.insert = index.inserts
             if prefill is not None and decode.endpoint.reads_prompts:
-                self.prefixes.insert(facts.prefix_blocks, decode.reservation.account.key)
+                index.insert(facts.prefix_blocks, decode.reservation.account.key)
         return decision
 
     # observe
@@ -292,7 +298,7 @@ class Router:
                 self.work.remove(event.address)
                 self.drains.remove(event.address)
                 self.books.left(event.address)
-                self.prefixes.forget(event.address)
+                self._forget_prefixes(event.address)
             case _:
                 assert_never(event)
 
@@ -315,7 +321,7 @@ class Router:
             self.load.restart(address)
             self.work.reported(address, now_s)
             self.books.left(address)
-            self.prefixes.forget(address)
+            self._forget_prefixes(address)
             self._bound_prefixes(endpoint)
 
     def _describe_anew(self, endpoint: Endpoint, now_s: float) -> None:
@@ -331,6 +337,13 @@ class Router:
             self.work.add(self.load.endpoints[endpoint.address], now_s)
         self.outcomes.watch(endpoint, now_s)
         self._sort_out(endpoint.address, now_s)
+
+    def _index_for(self, facts: RequestFacts) -> PrefixIndex:
+        return self.short_prompts if facts.is_short else self.prefixes
+
+    def _forget_prefixes(self, address: str) -> None:
+        self.prefixes.forget(address)
+        self.short_prompts.forget(address)
 
     def _bound_prefixes(self, endpoint: Endpoint) -> None:
         """A rank holds no more of prompts than its KV takes, where engine or profile says how much that is."""
@@ -364,7 +377,7 @@ class Router:
         leg = (decision.prefill or decision.decode).reservation
         leg.account.answered_at_s = now_s
         if decision.insert:
-            self.prefixes.read(leg.account.key, decision.insert)
+            self._index_for(decision.facts).read(leg.account.key, decision.insert)
         if self._is_work_kept:
             decision.prefill_took_s = self.work.prefill_seen(leg, decision.prefix_tokens, now_s)
             if decision.prefill_usage is not None:
@@ -399,7 +412,7 @@ class Router:
             self.lost_prefixes += 1
             key = (decision.prefill or decision.decode).reservation.account.key
             held_blocks = int(held_tokens / facts.block_tokens)
-            self.prefixes.correct(facts.prefix_blocks, key, held_blocks, decision.insert)
+            self._index_for(facts).correct(facts.prefix_blocks, key, held_blocks, decision.insert)
 
     def _learn_prefill(self, decision: Decision) -> None:
         """Learn from how long a prompt took, by the engine's own count of what it had to read if that is known."""
@@ -466,6 +479,7 @@ class Router:
         """
         self.load.validate()
         self.prefixes.validate()
+        self.short_prompts.validate()
 
     def snapshot(self, now_s: float) -> Snapshot:
         """Return readiness and load of the whole fleet at ``now_s``; it changes nothing."""

@@ -243,6 +243,9 @@ class Intake:
         is_single = samples == 1
         is_text = is_single and not prompt.tokens and not prompt.media_ends
         blocks = prompt.blocks(self._options.prefix_block_bytes) if is_single else []
+        is_short = is_single and not blocks
+        if is_short:
+            blocks = [memoryview(prompt.raw)]
         media_bytes = prompt.media_bytes * len(prompt.media_ends)
         compared = (sum(map(len, blocks)) + media_bytes) / (len(prompt.raw) + media_bytes) if blocks else 0.0
         return RequestFacts(
@@ -258,6 +261,7 @@ class Intake:
             is_list=(prompt.samples or 1) > 1,
             prefix_blocks=block_hashes(blocks, cache_key(body, names.cache_key(model, adapter))),
             block_tokens=compared * tokens / len(blocks) if blocks else 0.0,
+            is_short=is_short,
             prefill_rank=ranks[0],
             decode_rank=ranks[1],
             max_output_tokens=body.max_output_tokens(),

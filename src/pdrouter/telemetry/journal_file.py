@@ -96,6 +96,7 @@ class JournalFile:
             return
         seen = answered or Answered(None, None, None)
         prompt_tokens = seen.prompt_tokens or facts.prompt_tokens
+        blocks = () if facts.is_short else facts.prefix_blocks
         entry = Entry(
             at_s=round(self._epoch_s + began_s, 6),
             outcome=ANSWERED if error is None else error.code,
@@ -103,8 +104,8 @@ class JournalFile:
             prompt_tokens=prompt_tokens,
             output_tokens=seen.output_tokens,
             max_output_tokens=facts.max_output_tokens,
-            block_tokens=round(facts.block_tokens * prompt_tokens / facts.prompt_tokens, 3),
-            blocks=tuple([self._block_id(block) for block in facts.prefix_blocks]),
+            block_tokens=round(facts.block_tokens * prompt_tokens / facts.prompt_tokens, 3) if blocks else 0.0,
+            blocks=tuple([self._block_id(block) for block in blocks]),
             ttft_s=None if seen.first_at_s is None else round(seen.first_at_s - began_s, 6),
             took_s=round(now_s - began_s, 6),
         )

@@ -183,13 +183,19 @@ class _RouterCollector(Collector):
             live.add_metric([state.value], phases[state.value])
         yield live
         yield GaugeMetricFamily(
-            "pdrouter_prefix_entries", "Entries of the prefix index.", value=router.prefixes.entries
+            "pdrouter_prefix_entries",
+            "Entries of the prefix index.",
+            value=router.prefixes.entries + router.short_prompts.entries,
         )
         yield GaugeMetricFamily(
-            "pdrouter_prefix_bytes", "Memory of the prefix index.", value=router.prefixes.used_bytes
+            "pdrouter_prefix_bytes",
+            "Memory of the prefix index.",
+            value=router.prefixes.used_bytes + router.short_prompts.used_bytes,
         )
         yield CounterMetricFamily(
-            "pdrouter_prefix_evictions", "Entries evicted from the prefix index.", value=router.prefixes.evictions
+            "pdrouter_prefix_evictions",
+            "Entries evicted from the prefix index.",
+            value=router.prefixes.evictions + router.short_prompts.evictions,
         )
         yield CounterMetricFamily(
             "pdrouter_prefix_losses",

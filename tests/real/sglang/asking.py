@@ -17,11 +17,12 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, whole."""
+    """An answer, whole; or cut off, if the connection ended before it did."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    is_cut: bool = False
 
     def json(self) -> Any:
         """Return the decoded body."""
@@ -46,7 +47,7 @@ class Reply:
         return prefill, decode
 
     def __str__(self) -> str:
-        return f"{self.status} {self.body[:300].decode(errors='replace')}"
+        return f"{self.status}{' (cut off)' if self.is_cut else ''} {self.body[:300].decode(errors='replace')}"
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,14 @@ class Client:
 
     async def post(self, path: str, body: Body, headers: Mapping[str, str] | None = None) -> Reply:
         """Send a body and return the answer."""
-        reply = await self.http.post(path, json=dict(body), headers=headers)
-        return Reply(reply.status_code, reply.headers, reply.content)
+        pieces: list[bytes] = []
+        async with self.http.stream("POST", path, json=dict(body), headers=headers) as reply:
+            try:
+                async for piece in reply.aiter_bytes():
+                    pieces.append(piece)  # noqa: PERF401 - what came before a cut is kept
+            except httpx.RemoteProtocolError:
+                return Reply(reply.status_code, reply.headers, b"".join(pieces), is_cut=True)
+        return Reply(reply.status_code, reply.headers, b"".join(pieces))
 
     async def get(self, path: str) -> Reply:
         """Return a page."""

@@ -88,9 +88,9 @@ class Pair:
             await asyncio.sleep(POLL_S)
         return True, f"within {time.monotonic() - began_s:.2f} s"
 
-    async def abort_all(self, engine: Engine) -> None:
-        """Have an engine abort whatever it has."""
-        await self._legs[engine.name].post("/abort_request", {"abort_all": True})
+    async def abort(self, engine: Engine, **which: Any) -> None:
+        """Have an engine abort a request (``rid``) or all (``abort_all``)."""
+        await self._legs[engine.name].post("/abort_request", which)
 
     def counted(self, name: str, **labels: str) -> float:
         """Return a counter of the router."""

@@ -95,7 +95,7 @@ def pair(venv: Path, folder: Path, kind: Kind) -> Iterator[tuple[Engine, Engine]
 
 
 def _command(venv: Path, kind: Kind) -> list[str]:
-    command = ["nice", "-n", "5", str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--host", "127.0.0.1"]
+    command = [str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--host", "127.0.0.1"]
     command += ["--model-path", str(venv / "models" / kind.model), "--served-model-name", MODEL, *kind.flags]
     # Nothing that needs a GPU or compiled kernels; idle schedulers sleep.
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

@@ -7,15 +7,18 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdrouter import server
 from pdrouter.config import Settings
 from pdrouter.options import router_options
+from pdrouter.proxy.limits import room_for
 from pdrouter.proxy.listener import listen
 from pdrouter.server import running
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
@@ -53,10 +56,11 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def serve(*words: str, env: dict[str, str] | None = None) -> AsyncIterator[Process]:
+async def serve(*words: str, env: dict[str, str] | None = None, before: Sequence[str] = ()) -> AsyncIterator[Process]:
     """Start ``pdrouter serve``; it is gone when the block is left."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PDROUTER_")}
     process = await asyncio.create_subprocess_exec(
+        *before,
         sys.executable,
         "-m",
         "pdrouter",
@@ -341,6 +345,53 @@ async def test_open_files() -> None:
             assert (status, "few open files; raise the limit" in errors) == (0, True)
 
 
+FEW_FILES = ("sh", "-c", 'ulimit -n 256; exec "$0" "$@"')
+
+
+async def test_idle_clients_take_no_files_from_others() -> None:
+    """With 256 open files and 300 idle clients, those that ask are served, 20 at a time, by two engines each."""
+    async with (
+        start_emulator(EmulatorSettings(speed=100.0, role="prefill", handshake_timeout_s=1e6)) as prefill,
+        start_emulator(EmulatorSettings(speed=100.0, role="decode", handshake_timeout_s=1e6)) as decode,
+        serve(*QUICK, "--prefill", prefill.url, "--decode", decode.url, before=FEW_FILES) as router,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        url = await router.listening()
+        await ready(url)
+        for _ in range(3):
+            for _ in range(100):
+                await stack.enter_async_context(await connect(url))
+            replies = await asyncio.gather(*(post(url, CHAT, chat("x", 20)) for _ in range(20)))
+            assert [reply.status for reply in replies] == [200] * 20
+        metrics = (await get(url, "/metrics")).body.decode()
+        assert 'pdrouter_clients_total{event="idle_closed"}' in metrics
+        assert 'pdrouter_upstream_connections_total{event="exhausted"} 0.0' in metrics
+        assert "too_many_connections" not in metrics
+
+
+async def test_clients_that_ask_are_never_closed() -> None:
+    """Where all that there is room for have begun to ask, one more is 503, and all of them get their answers."""
+    body = json.dumps(chat("x", 2)).encode()
+    async with (
+        start_emulator(EmulatorSettings(speed=100.0)) as worker,
+        serve(*QUICK, "--worker", worker.url, before=FEW_FILES) as router,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        url = await router.listening()
+        await ready(url)
+        calls = [await stack.enter_async_context(await connect(url)) for _ in range(room_for(256))]
+        for call in calls:
+            call.send("POST", CHAT, b"", {"content-length": str(len(body)), "expect": "100-continue"}, framing=False)
+            assert await call.head() == 100
+            call.status = 0
+        reply = await get(url, "/health")
+        assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
+        for call in calls:
+            call.writer.write(body)
+            assert (await call.finish()).status == 200
+        assert (await get(url, "/health")).status == 200
+
+
 async def test_start_without_engines() -> None:
     """Without any engine a router starts, lives and isn't ready."""
     async with running(make_settings({})) as router:
@@ -374,6 +425,49 @@ async def test_ipv6() -> None:
         assert router.url.startswith("http://[::1]:")
         await ready(router.url)
         assert (await post(router.url, CHAT, chat("x"))).status == 200
+
+
+STOPPED_BY_TERM = 128 + signal.SIGTERM
+IN_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+STOPS_EARLY = """
+import os, runpy, signal, sys
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pdrouter.cli":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Hook())
+runpy.run_module("pdrouter", run_name="__main__")
+"""
+
+
+def namespace() -> Sequence[str]:
+    """Return the words before a command that run it as process 1; skip where that isn't allowed."""
+    try:
+        subprocess.run([*IN_NAMESPACE, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no process namespaces here")
+    return IN_NAMESPACE
+
+
+def test_a_signal_before_the_imports() -> None:
+    """A stop signal ends a process that hasn't even been loaded, also as process 1 of a container."""
+    for words in ((), namespace()):
+        command = [*words, sys.executable, "-c", STOPS_EARLY]
+        assert subprocess.run(command, check=False, capture_output=True).returncode == STOPPED_BY_TERM, words
+
+
+async def test_process_1() -> None:
+    """As process 1 of a container it serves, drains and ends as elsewhere."""
+    async with (
+        start_emulator(EmulatorSettings(speed=100.0)) as worker,
+        serve(*QUICK, "--worker", worker.url, before=namespace()) as router,
+    ):
+        url = await router.listening()
+        await ready(url)
+        assert (await post(url, CHAT, chat("x"))).status == 200
+        (child,) = psutil.Process(router.process.pid).children()
+        child.send_signal(signal.SIGTERM)
+        assert await router.ended() == (0, "", "")
 
 
 def test_a_signal_during_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The only file that knows all parts. ``running()`` is the whole router inside the
 
 import asyncio
 import gc
+import math
 import random
 import resource
 import signal
@@ -51,7 +52,7 @@ from pdrouter.proxy.dispatch import Dispatcher
 from pdrouter.proxy.fleet_api import Doors, FleetApi
 from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.intake import Intake
-from pdrouter.proxy.limits import Clients
+from pdrouter.proxy.limits import Clients, room_for
 from pdrouter.proxy.listener import CannotListen, Listener, listen, url_of
 from pdrouter.proxy.rates import RateOptions, Rates
 from pdrouter.proxy.tokenizer import Counter, TokenizerOptions
@@ -62,9 +63,6 @@ from pdrouter.upstream.pools import Pools
 
 _GC_ALLOCATIONS = 100_000
 """Containers between two looks for cycles; requests leave none behind. Chosen; see benchmarks/proxy.py."""
-
-_FILES_PER_CLIENT = 3
-"""A client's connection and those of two legs."""
 
 _BUDGETS = (
     "client_max_connections",
@@ -264,7 +262,7 @@ async def _serve(settings: Settings, source: Source | None, early: list[int]) ->
             return
         if source is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.service.reload)
-        _raise_file_limit(settings.client_max_connections)
+        router.service.clients.room = _raise_file_limit(settings.client_max_connections)
         _tell_budgets(settings)
         gc.freeze()  # what lives as long as the process needn't be looked at again
         gc.set_threshold(_GC_ALLOCATIONS)
@@ -272,14 +270,15 @@ async def _serve(settings: Settings, source: Source | None, early: list[int]) ->
         await router.serving
 
 
-def _raise_file_limit(clients: int) -> None:
-    """Take all the open files that the system grants; warn if that is fewer than the clients' connections may need."""
+def _raise_file_limit(clients: int) -> float:
+    """Take all the open files that the system grants; return for how many clients they do, and warn if that is few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    wanted = clients * _FILES_PER_CLIENT
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    room = math.inf if hard == resource.RLIM_INFINITY else room_for(hard)
+    if room < clients:
         log = structlog.stdlib.get_logger("pdrouter.server")
-        log.warning("few open files; raise the limit (ulimit -Hn)", limit=hard, wanted=wanted)
+        log.warning("few open files; raise the limit (ulimit -Hn)", limit=hard, clients=room, wanted=clients)
+    return room
 
 
 def _tell_budgets(settings: Settings) -> None:

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from pdrouter.errors import RouterError
-from pdrouter.proxy.limits import NEVER_S, Clients, group_of
+from pdrouter.errors import RouterError, TooManyConnections
+from pdrouter.proxy.limits import NEVER_S, Clients, group_of, room_for
 from tests.front import LIMITS, Front
 from tests.lab import COMPLETIONS, GENERATE, Call, Lab, connect, make_lab, until
 
@@ -169,6 +170,10 @@ async def test_many_are_late_at_once() -> None:
     class Late:
         deadline_s = 0.0
         incoming_bytes = 0
+        is_idle = True
+
+        def close(self) -> None:
+            raise AssertionError
 
         def refuse(self, error: RouterError) -> None:
             raise AssertionError
@@ -223,6 +228,51 @@ async def test_connections_of_one_address() -> None:
             assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
         await until(lambda: count(lab, "opened") == count(lab, "closed"))
         assert (await lab.get("/health")).status == 200
+
+
+def test_room_for_clients() -> None:
+    """Each with two legs and some that are told to leave, there are files enough; and room for one in any case."""
+    for files in (0, 10, 100, 256, 1024, 65_536, 1_048_576):
+        room = room_for(files)
+        assert room >= 1
+        assert files < 80 or 64 + 3 * room + room // 8 <= files
+
+
+def test_who_must_make_room() -> None:
+    """Those that have been idle longest, a part of all at once; nobody who asks, nor the newcomer."""
+
+    class One:
+        incoming_bytes = 0
+        is_closed = False
+
+        def __init__(self, deadline_s: float, *, is_idle: bool) -> None:
+            self.deadline_s = deadline_s
+            self.is_idle = is_idle
+
+        def close(self) -> None:
+            self.is_closed = True
+
+        def refuse(self, error: RouterError) -> None:
+            raise AssertionError
+
+        expire = close
+
+    clients = Clients(msgspec.structs.replace(LIMITS, max_connections=1000))
+    clients._timer = asyncio.TimerHandle(0, print, (), SimpleNamespace(get_debug=bool))  # type: ignore[arg-type]
+    clients.room = 64
+    busy = [One(NEVER_S, is_idle=False) for _ in range(60)]
+    idle = [One(deadline_s, is_idle=True) for deadline_s in (4.0, 1.0, 3.0, 2.0)]
+    for one in [*busy, *idle]:
+        clients.join(one, "")
+    clients.join(newcomer := One(NEVER_S, is_idle=True), "")
+    assert [one.is_closed for one in idle] == [False, True, True, True]
+    assert not newcomer.is_closed
+    for one in (*idle, newcomer):
+        one.is_idle = False
+    with pytest.raises(TooManyConnections, match="open files allow 64 connections"):
+        clients.join(One(NEVER_S, is_idle=True), "")
+    assert clients.counts["idle_closed"] == 3
+    assert not any(one.is_closed for one in busy)
 
 
 def test_who_counts_as_one_client() -> None:

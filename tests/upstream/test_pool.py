@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -138,6 +140,35 @@ async def test_expired_are_retired_by_the_timer(serve: Serve, open_pool: OpenPoo
     assert pool._timer is None
     assert await ask(pool) == b"hello"
     assert pool._timer is not None
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+async def test_no_open_file_is_left(
+    serve: Serve, open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch, is_lasting: bool
+) -> None:
+    """Idle connections make room for one that is needed; where that doesn't help, it is the router's own fault."""
+    pool, loop = open_pool(await serve(answer)), asyncio.get_running_loop()
+    kept, other = await pool.send(REQUEST), await pool.send(REQUEST)
+    for exchange in (kept, other):
+        await exchange.read_all(1024)
+    assert pool.statistics().idle == 2
+    create, refusals = type(loop).create_connection, [True] * (2 if is_lasting else 1)
+
+    async def scarce(*args: Any, **options: Any) -> Any:
+        if refusals:
+            refusals.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await create(*args, **options)
+
+    monkeypatch.setattr(type(loop), "create_connection", scarce, raising=False)
+    opening = pool._open()
+    if is_lasting:
+        with pytest.raises(PoolExhausted, match="Too many open files"):
+            await opening
+    else:
+        (await opening).abort()
+    assert pool.statistics().idle == 0
+    assert not refusals
 
 
 async def test_expired_are_not_taken(serve: Serve, open_pool: OpenPool) -> None:

@@ -26,10 +26,6 @@ from pdrouter.proxy.outgoing import Outgoing
 _LINGER_S = 2.0
 """Time that a client which is still sending has to read a last reply."""
 
-_FRAMING_BYTES = 16_384
-_FRAMING_PER_BODY_BYTE = 8
-"""What chunk sizes, chunk extensions and trailers may take together (I9), by far the most for chunks of one byte."""
-
 
 class Application(Protocol):
     """Whoever answers requests."""
@@ -100,6 +96,12 @@ class Connection(asyncio.Protocol):
     def is_local(self) -> bool:
         """Whether the client is on this machine."""
         return is_loopback(self._transport.get_extra_info("peername"))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open, and its client has asked nothing."""
+        asks = self._current or self._incoming or self._waiting or self._backlog or self._is_in_head
+        return not asks and not self._out.is_behind and not self._transport.is_closing()
 
     @property
     def is_full(self) -> bool:
@@ -387,8 +389,8 @@ class Connection(asyncio.Protocol):
             elif later_bytes > limits.max_head_bytes:  # I9
                 self._refuse(head.head_too_large(limits))
         elif client is not None and b"transfer-encoding" in client.header and client.takes_body:
-            most = limits.max_head_bytes + _FRAMING_BYTES + (_FRAMING_PER_BODY_BYTE + 1) * client.body_bytes
-            if later_bytes > most:  # I9
+            is_framing = later_bytes > head.most_framed(client.body_bytes, limits)  # I9
+            if is_framing:
                 self._refuse(InvalidHttp("the body's chunks are nearly all framing"))
 
     def _refuse(self, error: RouterError) -> None:

@@ -24,6 +24,10 @@ from pdrouter.proxy.limits import ClientLimits
 Header = tuple[bytes, bytes]
 
 _METHODS = frozenset(b"GET HEAD POST PUT PATCH DELETE OPTIONS TRACE".split())
+_FRAMING_BYTES = 16_384
+_FRAMING_PER_BODY_BYTE = 8
+"""What chunk sizes, chunk extensions and trailers may take together (I9), by far the most for chunks of one byte."""
+
 _CONNECTION_OPTIONS = frozenset((b"", b"keep-alive", b"close", b"upgrade"))
 _REQUEST_LINE = re.compile(rb"(?:^|\n)([!#$%&'*+.^_`|~0-9A-Za-z-]+) [!-~]+ HTTP/1\.[01]\r\n")
 
@@ -84,6 +88,11 @@ def check_size(target: bytes, headers: list[Header], limits: ClientLimits) -> No
     size_bytes = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
     if size_bytes > limits.max_head_bytes:  # I9
         raise head_too_large(limits)
+
+
+def most_framed(body_bytes: int, limits: ClientLimits) -> int:
+    """Return how many bytes may have come, the head's too, for so much of a chunked body."""
+    return limits.max_head_bytes + _FRAMING_BYTES + (_FRAMING_PER_BODY_BYTE + 1) * body_bytes
 
 
 def head_too_large(limits: ClientLimits) -> HeadTooLarge:

@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import math
 from collections import Counter
+from heapq import nsmallest
 from typing import Final, Protocol
 
 import msgspec
@@ -28,6 +29,15 @@ _EXPIRY_PAUSE_S = 0.005
 
 _MAX_PARTING = 256
 """Connections beyond the limit that are told so; more are closed without a word (I9)."""
+
+_FILES_OF_OWN = 64
+_FILES_PER_CLIENT = 3
+_PARTING_SHARE = 8
+"""Open files that the router itself needs (probes, logs, threads), those of one client (its connection and those of two
+legs), and the part of all clients, one in so many, that are only told to leave; chosen."""
+
+_CLOSED_SHARE = 32
+"""Of all clients, one in so many is closed at once when room is needed, as looking for them takes time; chosen."""
 
 
 class ClientLimits(msgspec.Struct, frozen=True):
@@ -54,6 +64,14 @@ class Watched(Sender, Protocol):
 
     deadline_s: float
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open, and its client has asked nothing."""
+        ...
+
+    def close(self) -> None:
+        """Close behind what was written."""
+
     def expire(self) -> None:
         """The deadline has passed; set another, or end."""
 
@@ -62,12 +80,14 @@ class Clients:
     """All connections of clients: how many there are, how many of whom, and which have lost their time.
 
     ``counts`` are events since the start, by name. Once it ``is_draining``, each reply is the last of its connection.
-    ``bodies`` and ``unsent`` are the memory that they share.
+    ``bodies`` and ``unsent`` are the memory that they share. There is ``room`` for so many that each can be served with
+    the open files that there are; to make room, those that have been idle longest are closed.
     """
 
     def __init__(self, limits: ClientLimits) -> None:
         self.counts: Counter[str] = Counter()
         self.is_draining = False
+        self.room = math.inf
         self._all: set[Watched] = set()
         self.bodies = BodyBudget(limits.body_budget_bytes, self._all)
         self.unsent = WriteBudget(limits.write_budget_bytes, self.counts)
@@ -102,6 +122,8 @@ class Clients:
         self.counts["opened"] += 1
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
+        if len(self._all) > self.room and not self._make_room(connection):  # I9
+            raise TooManyConnections(f"the router's open files allow {self.room} connections, and all are in use")
         if len(self._all) > limits.max_connections:  # I9
             raise TooManyConnections(f"the router has {limits.max_connections} connections, its limit")
         most = limits.max_connections_per_address
@@ -119,7 +141,17 @@ class Clients:
     @property
     def are_far_too_many(self) -> bool:
         """Whether there isn't even room for telling so."""
-        return len(self._all) > self.limits.max_connections + _MAX_PARTING  # I9
+        most = min(self.limits.max_connections + _MAX_PARTING, self.room + self.room // _PARTING_SHARE)
+        return len(self._all) > most  # I9
+
+    def _make_room(self, newcomer: Watched) -> bool:
+        """Close some of those that have been idle longest; return whether there were any."""
+        idle = [one for one in self._all if one.is_idle and one is not newcomer]
+        longest = nsmallest(1 + int(self.room) // _CLOSED_SHARE, idle, key=_deadline_s)
+        for one in longest:
+            self.counts["idle_closed"] += 1
+            one.close()
+        return bool(longest)
 
     def refused(self, error: RouterError) -> None:
         """Count a refusal."""
@@ -140,6 +172,15 @@ class Clients:
                 connection.expire()
         if late:
             loop.call_later(_EXPIRY_PAUSE_S, self._expire, late)
+
+
+def room_for(files: int) -> int:
+    """Return how many clients can be served with so many open files."""
+    return max(1, (files - _FILES_OF_OWN) * _PARTING_SHARE // (_FILES_PER_CLIENT * _PARTING_SHARE + 1))
+
+
+def _deadline_s(connection: Watched) -> float:
+    return connection.deadline_s
 
 
 def is_loopback(peer: object) -> bool:

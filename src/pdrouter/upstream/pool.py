@@ -7,6 +7,8 @@ one for connecting. Next: ``connection.py``.
 import asyncio
 import errno
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -60,10 +62,14 @@ class PoolStatistics(msgspec.Struct, frozen=True):
 
 
 class Pool:
-    """The connections to one endpoint; the most recently used is reused first."""
+    """The connections to one endpoint; the most recently used is reused first.
 
-    def __init__(self, origin: Origin, limits: PoolLimits) -> None:
+    ``make_room`` closes idle ones, of other endpoints too, when the process has no open file left for another.
+    """
+
+    def __init__(self, origin: Origin, limits: PoolLimits, make_room: Callable[[], bool] | None = None) -> None:
         self.origin = origin
+        self._make_room = make_room or self.retire_idle
         self.limits = limits
         self._connections: set[Connection] = set()
         self._idle: deque[Connection] = deque()  # longest idle at the left
@@ -205,7 +211,7 @@ class Pool:
         origin = self.origin
         try:
             async with asyncio.timeout(self.limits.connect_timeout_s):
-                await connection.loop.create_connection(lambda: connection, origin.host, origin.port)
+                await self._create(connection)
         except TimeoutError as error:
             raise ConnectTimeout(f"{origin} took no connection within {self.limits.connect_timeout_s:g} s") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that can't be encoded
@@ -213,6 +219,23 @@ class Pool:
                 self._exhausted += 1
                 raise PoolExhausted(f"the router itself can't open a connection to {origin}: {error}") from error
             raise ConnectFailed(f"{origin} took no connection: {error}") from error
+
+    async def _create(self, connection: Connection) -> None:
+        create = partial(connection.loop.create_connection, lambda: connection, self.origin.host, self.origin.port)
+        try:
+            await create()
+        except OSError as error:
+            if error.errno not in _OURS or not self._make_room():
+                raise
+            await asyncio.sleep(0)  # an aborted transport lets go of its socket in the loop's next turn
+            await create()
+
+    def retire_idle(self) -> bool:
+        """Close all idle connections; return whether there were any."""
+        idle = list(self._idle)
+        for connection in idle:
+            connection.abort()
+        return bool(idle)
 
     def _on_timer(self) -> None:
         self._timer = None

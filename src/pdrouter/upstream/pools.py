@@ -18,8 +18,13 @@ class Pools:
         """Return the pool of an endpoint."""
         pool = self._pools.get(endpoint.address)
         if pool is None:
-            pool = self._pools[endpoint.address] = Pool(Origin(endpoint.host, endpoint.port), self._limits)
+            origin = Origin(endpoint.host, endpoint.port)
+            pool = self._pools[endpoint.address] = Pool(origin, self._limits, self.retire_idle)
         return pool
+
+    def retire_idle(self) -> bool:
+        """Close all idle connections, as there is no open file left; return whether there were any."""
+        return sum(pool.retire_idle() for pool in self._pools.values()) > 0
 
     def counters(self) -> dict[str, int]:
         """Return what happened to connections, all pools together."""

@@ -320,6 +320,34 @@ async def test_a_slow_client_holds_all_engines_back() -> None:
                 await call.some()
 
 
+async def test_a_sample_begins_though_the_client_is_behind() -> None:
+    """Its engine isn't silent: the client is slow to read the others."""
+    is_full = asyncio.Event()
+
+    async def late(asked: Asked) -> bytes | None:
+        await is_full.wait()
+        asked.writer.write(HEAD + framed(chunk("late")))
+        return await hang(asked)
+
+    async def endless(asked: Asked) -> bytes | None:
+        asked.writer.write(HEAD)
+        while True:
+            asked.writer.write(framed(chunk("x" * 5000)))
+            await asked.writer.drain()
+
+    pair = Pair(in_turn(endless, late))
+    async with (
+        pair.routed(client_write_buffer_bytes=10_000) as lab,
+        await lab.start(CHAT, chat("x", n=2, stream=True), receive_bytes=8192) as call,
+    ):
+        await call.head()
+        await until(lambda: lab.router.service.app.clients.counts["write_buffer_full"] > 0)
+        is_full.set()
+        begun = b"pdrouter_time_to_first_token_seconds_count 2.0"
+        await until(lambda: begun in lab.router.service.metrics.render())
+        assert len(lab.core.live) == 2
+
+
 # Failures.
 
 

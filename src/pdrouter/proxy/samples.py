@@ -254,6 +254,11 @@ class SampleClient(Client):
         self.pieces: list[bytes] = []
         self.reply_headers: Headers = ()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the real client is behind; a first piece is taken all the same, or its engine would seem silent."""
+        return self.is_started and self._samples.is_full
+
     def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         """Begin the sample's reply."""
         self.is_started = True

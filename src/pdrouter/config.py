@@ -432,6 +432,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Time that it stays out before one is tried.", unit="s", low=0.01, high=86_400)] = 60.0
     cb_window_duration_secs: Annotated[float, setting("Breaker",
         "Time within which the failures count.", unit="s", low=0.01, high=86_400)] = 120.0
+    max_ejection_percent: Annotated[int, setting("Breaker",
+        "Most endpoints of a role and model that breakers take out, one at least; further ones go on (Envoy: 10).",
+        unit="%", low=0, high=100)] = 50
+    healthy_panic_threshold: Annotated[int, setting("Breaker",
+        "While fewer endpoints of a role and model are left, breakers take none out: all that answer health checks are "
+        "tried (as Envoy); 0: never.", unit="%", low=0, high=100)] = 50
     disable_circuit_breaker: Annotated[bool, setting("Breaker",
         "Failures of requests take nobody out.")] = False
 

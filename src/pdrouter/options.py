@@ -12,6 +12,7 @@ from pdrouter.core.admission import AdmissionOptions
 from pdrouter.core.breaker import BreakerOptions
 from pdrouter.core.chooser import PolicyTable
 from pdrouter.core.cost import NEUTRAL, profile_from
+from pdrouter.core.ejections import EjectionOptions
 from pdrouter.core.entrance import EntranceOptions
 from pdrouter.core.fleet import Disaggregation
 from pdrouter.core.gate import GateOptions
@@ -114,6 +115,7 @@ def router_options(settings: Settings) -> RouterOptions:
         disaggregation=Disaggregation(settings.disaggregation),
         accept_any_model=settings.accept_any_model,
         breaker=breaker_options(settings),
+        ejections=ejection_options(settings),
         entrance=entrance_options(settings),
         report_max_age_s=settings.report_max_age_secs,
         visible_delay_s=settings.report_visible_delay_secs,
@@ -285,6 +287,11 @@ def breaker_options(settings: Settings) -> BreakerOptions:
         window_s=settings.cb_window_duration_secs,
         is_disabled=settings.disable_circuit_breaker,
     )
+
+
+def ejection_options(settings: Settings) -> EjectionOptions:
+    """Return how much breakers may take out."""
+    return EjectionOptions(settings.max_ejection_percent / 100, settings.healthy_panic_threshold / 100)
 
 
 def retry_options(settings: Settings) -> RetryOptions:

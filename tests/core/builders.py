@@ -10,6 +10,7 @@ from pdrouter.core import events
 from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
 from pdrouter.core.drains import DrainRates
+from pdrouter.core.ejections import EjectionOptions
 from pdrouter.core.fleet import Disaggregation, Endpoint, Role
 from pdrouter.core.ledger import Account, RankKey
 from pdrouter.core.load import RankReport
@@ -21,9 +22,12 @@ from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router, RouterOptions
 from pdrouter.core.work import WorkIndex
 from pdrouter.errors import RouterError
-from pdrouter.options import ancestors, breaker_options
+from pdrouter.options import ancestors, breaker_options, ejection_options
 
 _SETTINGS = Settings()
+
+NO_LIMIT = EjectionOptions(most=1.0, panic=0.0)
+"""Breakers take out whatever they want."""
 
 
 def make_options(*, policy: str = "minimum_tokens", seed: int = 1, **changes: object) -> RouterOptions:
@@ -36,6 +40,7 @@ def make_options(*, policy: str = "minimum_tokens", seed: int = 1, **changes: ob
         disaggregation=Disaggregation(_SETTINGS.disaggregation),
         accept_any_model=_SETTINGS.accept_any_model,
         breaker=breaker_options(_SETTINGS),
+        ejections=ejection_options(_SETTINGS),
         entrance=None,
         report_max_age_s=_SETTINGS.report_max_age_secs,
         visible_delay_s=_SETTINGS.report_visible_delay_secs,

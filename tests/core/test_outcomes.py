@@ -12,7 +12,7 @@ from pdrouter.core.outcomes import suspects
 from pdrouter.core.router import Router
 from pdrouter.errors import ClientGone, InvalidRequest, NoReadyPair, RouterError, UpstreamClosed, UpstreamTimeout
 
-from .builders import decide, decode, facts, make_options, make_router, prefill, prefill_of, regular, reject
+from .builders import NO_LIMIT, decide, decode, facts, make_options, make_router, prefill, prefill_of, regular, reject
 
 OPEN_S = 10.0
 PAIR = (prefill("p"), decode("d"))
@@ -24,7 +24,7 @@ def guarded(*endpoints: Endpoint, policy: str = "minimum_tokens", successes: int
     breaker = BreakerOptions(
         failure_threshold=2, success_threshold=successes, open_s=OPEN_S, window_s=60.0, is_disabled=False
     )
-    return make_router(endpoints or PAIR, make_options(policy=policy, breaker=breaker))
+    return make_router(endpoints or PAIR, make_options(policy=policy, breaker=breaker, ejections=NO_LIMIT))
 
 
 def fail(router: Router, decision: Decision, address: str, now_s: float, error: RouterError = CLOSED) -> None:

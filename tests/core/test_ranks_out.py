@@ -9,14 +9,14 @@ import pytest
 from pdrouter.core import events
 from pdrouter.core.breaker import BreakerOptions, Phase
 from pdrouter.core.decision import Decision, Rejection
+from pdrouter.core.ejections import Name
 from pdrouter.core.fleet import BREAKER, Endpoint, Role
 from pdrouter.core.ledger import RankKey
-from pdrouter.core.outcomes import Name
 from pdrouter.core.policies import ENGINE, POLICIES, RANK_POLICIES
 from pdrouter.core.router import Router
 from pdrouter.errors import ConnectFailed, InvalidRank, NoReadyPair, RouterError, UpstreamClosed
 
-from .builders import decide, decode, facts, make_options, make_router, prefill, regular, reject, report
+from .builders import NO_LIMIT, decide, decode, facts, make_options, make_router, prefill, regular, reject, report
 
 OPEN_S = 10.0
 RANK = RankKey("d", 1)
@@ -28,7 +28,7 @@ BREAKER_OPTIONS = BreakerOptions(
 
 def guarded(*endpoints: Endpoint, policy: str = "minimum_tokens", rank_policy: str | None = None) -> Router:
     """Return a router whose breakers open by two failures and close by one success."""
-    options = make_options(policy=policy, breaker=BREAKER_OPTIONS)
+    options = make_options(policy=policy, breaker=BREAKER_OPTIONS, ejections=NO_LIMIT)
     if rank_policy is not None:
         options = msgspec.structs.replace(options, rank_policy=rank_policy)
     return make_router(endpoints or (prefill("p"), decode("d", dp_size=3)), options)

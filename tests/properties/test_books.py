@@ -28,6 +28,7 @@ from pdrouter.core import events
 from pdrouter.core.breaker import BreakerOptions
 from pdrouter.core.cost import NEUTRAL
 from pdrouter.core.decision import Decision, Placement, Rejection
+from pdrouter.core.ejections import EjectionOptions
 from pdrouter.core.entrance import EntranceOptions
 from pdrouter.core.fleet import Disaggregation, Endpoint, Role
 from pdrouter.core.ledger import UNASSIGNED, LegKind, RankKey
@@ -109,6 +110,7 @@ class Books(RuleBasedStateMachine):
                 disaggregation=Disaggregation.AUTO,
                 accept_any_model=True,
                 breaker=BREAKER,
+                ejections=EjectionOptions(most=1.0, panic=0.0),
                 entrance=self.entrance,
                 report_max_age_s=MAX_AGE_S,
                 visible_delay_s=delay_s,

@@ -16,12 +16,12 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 from pdrouter.core.admission import AdmissionOptions, Queued, Rejected
 from pdrouter.core.breaker import Phase
 from pdrouter.core.decision import Decision, Placement
+from pdrouter.core.ejections import Name
 from pdrouter.core.entrance import Entrance, EntranceOptions, MustWait
 from pdrouter.core.fleet import Endpoint
 from pdrouter.core.gate import GateOptions
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.line import Place, Waiting
-from pdrouter.core.outcomes import Name
 from pdrouter.core.policies import ENGINE
 from pdrouter.core.request import RequestFacts
 from pdrouter.errors import ClientGone, ConnectFailed, RouterError, UpstreamClosed

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 
 from pdrouter.core.breaker import Attempt, Breakers, Readiness
 from pdrouter.core.decision import Decision, Placement
+from pdrouter.core.ejections import Name
 from pdrouter.core.fleet import Endpoint
 from pdrouter.core.ledger import RankKey
 from pdrouter.errors import ConnectFailed, RouterError
-
-Name = str | RankKey
-"""An endpoint's address, or a rank."""
 
 _MAX_CAUSE_CHARS = 200
 

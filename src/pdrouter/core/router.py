@@ -5,7 +5,7 @@ decisions (I4, I5). ``decide`` reserves the load before it returns; nothing can 
 Read next: ``ledger.py``, ``load.py``, ``policies/base.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 import msgspec
@@ -16,6 +16,7 @@ from pdrouter.core.chooser import Chooser, PolicyTable, Spot
 from pdrouter.core.cost import Profile
 from pdrouter.core.decision import Decision, Note, Placement, PrefillUsage, Rejection, Usage
 from pdrouter.core.drains import DrainRates
+from pdrouter.core.ejections import EjectionOptions, Ejections, Name
 from pdrouter.core.entrance import Entrance, EntranceOptions, MustWait
 from pdrouter.core.fleet import BREAKER, ROLE_OF, Disaggregation, Endpoint, Fleet, Role
 from pdrouter.core.holders import cached_tokens
@@ -24,7 +25,7 @@ from pdrouter.core.ledger import LegKind, RankKey
 from pdrouter.core.lifecycle import State, advance
 from pdrouter.core.load import LoadView
 from pdrouter.core.names import Target
-from pdrouter.core.outcomes import Name, Outcomes
+from pdrouter.core.outcomes import Outcomes
 from pdrouter.core.outputs import OutputEstimator
 from pdrouter.core.policies import ENGINE, POLICIES
 from pdrouter.core.policies.base import Ancestors, PolicyOptions, Question, RandomSource
@@ -69,6 +70,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation: Disaggregation
     accept_any_model: bool
     breaker: BreakerOptions
+    ejections: EjectionOptions
     entrance: EntranceOptions | None
     report_max_age_s: float
     visible_delay_s: float
@@ -122,10 +124,11 @@ class Router:
         self._is_work_kept = options.uses(LeastWork.name)
         self.drains = DrainRates()
         self.books = Books()
+        self.ejections = Ejections(options.ejections, self.fleet)
         breakers: Breakers[Name] = Breakers(options.breaker)
         self.outcomes = Outcomes(
             breakers,
-            lambda change, now_s: self._set_ready(change.key, change.out, BREAKER, now_s),
+            lambda change, now_s: self._eject(self.ejections.wish(change.key, change.out), now_s),
             names_ranks=options.rank_policy != ENGINE,
         )
         self.entrance = (
@@ -301,6 +304,13 @@ class Router:
                 self._forget_prefixes(event.address)
             case _:
                 assert_never(event)
+        if not self.ejections.is_idle:
+            self._eject(self.ejections.judge(), now_s)
+
+    def _eject(self, changes: Iterable[tuple[Name, str | None]], now_s: float) -> None:
+        """Take out, and let in again, what breakers want and may."""
+        for name, out in list(changes):
+            self._set_ready(name, out, BREAKER, now_s)
 
     def _set_ready(self, name: Name, out: str | None, source: str, now_s: float) -> None:
         self.fleet.set_ready(name, out, source)

@@ -232,12 +232,13 @@ class SamplingParams(Struct):
 
     n: int | None = None
     max_new_tokens: int | None = None
-    beam_width: object = None
+    beam_width: RawField = UNSET
 
     @property
     def is_beam(self) -> bool:
         """Whether it is a beam search."""
-        return isinstance(self.beam_width, int) and self.beam_width > 1
+        width = b"" if isinstance(self.beam_width, UnsetType) else bytes(self.beam_width)
+        return width.isdigit() and width not in (b"0", b"1")
 
     def limit(self) -> int | None:
         """Return ``max_new_tokens``."""

@@ -49,7 +49,7 @@ async def test_every_get_path_changes_nothing() -> None:
         asked = 0
         for path in sorted(paths()):
             for method in ("GET", "HEAD"):
-                one = path.format(request_id=quote(request_id), worker_id=address)
+                one = path.format(request_id=quote(request_id), worker_id=address, model_id="emulated")
                 reply = await lab.get(one, method)
                 assert reply.status in (200, 404), (one, reply.status)
                 assert state_of(core) == before, (method, one)

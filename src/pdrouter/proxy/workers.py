@@ -152,7 +152,7 @@ def readiness_page(router: Router, *, is_draining: bool, needs_all: bool) -> tup
 
 
 def _readiness(router: Router, model: str, healthy: int, total: int, warnings: list[str]) -> ModelReadiness:
-    is_served = bool(router.fleet.ways(model, _PLAIN))
+    is_served = bool(router.fleet.ways(model if len(router.fleet.names.bases) > 1 else None, _PLAIN))
     reason = None if is_served else router.why_nobody(model)
     return ModelReadiness(model, is_served, reason, warnings[:_MAX_WARNINGS], healthy, total)
 

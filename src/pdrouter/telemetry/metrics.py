@@ -150,8 +150,11 @@ class _RouterCollector(Collector):
         breakers = CounterMetricFamily(
             "pdrouter_breakers", "Phases that breakers of endpoints and ranks began, and probes.", labels=["event"]
         )
+        counts, ejections = self._router.outcomes.breakers.counts, self._router.ejections.counts
         for event in ("opened", "half_opened", "closed", "probes"):
-            breakers.add_metric([event], self._router.outcomes.breakers.counts[event])
+            breakers.add_metric([event], counts[event])
+        for event, count in ejections.items():
+            breakers.add_metric([event], count)
         return breakers
 
     def _totals(self) -> Iterator[Metric]:

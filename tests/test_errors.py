@@ -38,6 +38,7 @@ KNOWN = {
     "BodyBudgetSpent": (503, "body_budget", "server_error", False, False),
     "ShuttingDown": (503, "shutting_down", "server_error", False, False),
     "DeadlineExceeded": (504, "deadline_exceeded", "server_error", False, False),
+    "NotSupported": (501, "not_supported", "server_error", False, False),
     "NotImplementedHere": (501, "not_implemented", "server_error", False, False),
     "HttpVersionNotSupported": (505, "http_version_not_supported", "server_error", False, False),
     "UpstreamError": (502, "upstream_error", "server_error", True, True),

@@ -270,6 +270,13 @@ class NotImplementedHere(RouterError):
     code = "not_implemented"
 
 
+class NotSupported(RouterError):
+    """No endpoint of the fleet can do such a request, however ready; the message says why."""
+
+    status = 501
+    code = "not_supported"
+
+
 class HttpVersionNotSupported(RouterError):
     """The request is in a version of HTTP other than 1.0 and 1.1."""
 

@@ -1,9 +1,12 @@
 """Why nobody can serve a request, in words."""
 
+from typing import Any
+
 import pytest
 
 from pdrouter.core.fleet import BREAKER, DRAIN, HEALTH, Disaggregation, Endpoint, Fleet
-from pdrouter.core.reasons import why_nobody
+from pdrouter.core.reasons import why_never, why_nobody
+from pdrouter.core.request import RequestFacts, Task
 from tests.core.builders import decode, prefill, regular
 
 
@@ -40,3 +43,75 @@ def test_each_with_its_own_cause() -> None:
 def test_whoever_isnt_there(endpoints: list[Endpoint], words: str) -> None:
     """Is named as such."""
     assert why_nobody(fleet_of(*endpoints), "m") == words
+
+
+def asked(task: Task = Task.RESPONSES, **fields: object) -> RequestFacts:
+    """Return a request of a kind."""
+    return RequestFacts(request_id="r", prompt_tokens=1, task=task, **fields)  # type: ignore[arg-type]
+
+
+PAIR: Any = {"version": "0.5.18"}
+ABLE = frozenset({Task.GENERATE, Task.RESPONSES})
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "facts"),
+    [
+        ([prefill("p", **PAIR), decode("d", **PAIR)], asked()),
+        ([prefill("p", **PAIR), decode("d", **PAIR)], asked(Task.MESSAGES)),
+        # Each side must be able to.
+        ([prefill("p", pair_tasks=ABLE, **PAIR), decode("d", **PAIR)], asked()),
+        ([prefill("p", **PAIR), decode("d", pair_tasks=ABLE, **PAIR)], asked()),
+        # Those that can must be able to meet.
+        (
+            [
+                *(prefill("p", pair_tasks=ABLE, group="a", **PAIR), decode("d", group="a", **PAIR)),
+                *(prefill("q", group="b", **PAIR), decode("e", pair_tasks=ABLE, group="b", **PAIR)),
+            ],
+            asked(),
+        ),
+        ([prefill("p", pairs_lists=False, **PAIR), decode("d", **PAIR)], asked(Task.GENERATE, is_list=True, prompts=2)),
+    ],
+)
+def test_what_no_readiness_would_change(endpoints: list[Endpoint], facts: RequestFacts) -> None:
+    """It is told with the endpoints and their versions, ready or not."""
+    fleet = fleet_of(*endpoints)
+    for out in (None, "3 health checks failed in a row"):
+        fleet.set_ready("p", out)
+        why = why_never(fleet, "m", facts)
+        assert why is not None
+        assert why.startswith(f"the fleet can't serve {facts.task} requests")
+        assert "no regular endpoint" in why
+        assert " is sglang 0.5.18" in why
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "facts"),
+    [
+        ([], asked()),
+        ([prefill("p", **PAIR)], asked()),
+        ([decode("d", **PAIR)], asked()),
+        ([prefill("p", group="a", **PAIR), decode("d", group="b", **PAIR)], asked()),
+        ([prefill("p", pair_tasks=ABLE, **PAIR), decode("d", pair_tasks=ABLE, **PAIR)], asked()),
+        ([prefill("p", **PAIR), decode("d", **PAIR), regular("w")], asked()),
+        ([prefill("p", **PAIR), decode("d", reads_prompts=True, **PAIR)], asked()),
+        ([prefill("p", model="n", **PAIR), decode("d", model="n", **PAIR)], asked()),
+        ([prefill("p", **PAIR), decode("d", **PAIR)], asked(Task.READ)),
+        ([prefill("p", **PAIR), decode("d", **PAIR)], asked(Task.OTHER)),
+        ([decode("d", **PAIR)], asked(Task.OTHER)),
+        ([prefill("p", **PAIR), decode("d", **PAIR)], asked(Task.GENERATE)),
+        ([prefill("p", **PAIR), decode("d", **PAIR)], asked(Task.GENERATE, copies=2, prompts=2)),
+    ],
+)
+def test_what_may_be_served_some_day(endpoints: list[Endpoint], facts: RequestFacts) -> None:
+    """By endpoints that are out, or that may join."""
+    assert why_never(fleet_of(*endpoints), "m", facts) is None
+
+
+def test_an_endpoint_that_has_not_told_its_version() -> None:
+    """While it is out nobody knows what it can do; once it is ready that is known."""
+    fleet = fleet_of(prefill("p"), decode("d", **PAIR))
+    fleet.set_ready("p", "not reached yet")
+    assert why_never(fleet, "m", asked()) is None
+    fleet.set_ready("p", None)
+    assert "p is sglang of an unknown version; d is sglang 0.5.18" in (why_never(fleet, "m", asked()) or "")

@@ -205,8 +205,16 @@ def test_only_reading() -> None:
 
 
 def test_nobody_can() -> None:
-    """The error says who is known."""
-    error = reject(make_router(SGLANG_PAIR), MESSAGES, 0.0)
+    """The error says who is known: while they are out, and for good."""
+    router = make_router(SGLANG_PAIR)
+    error = reject(router, MESSAGES, 0.0)
+    assert (error.status, error.code, error.is_retryable) == (501, "not_supported", False)
+    assert error.message == (
+        "the fleet can't serve messages requests: no regular endpoint, and no pair that can "
+        "(p is sglang of an unknown version; d is sglang of an unknown version)"
+    )
+    router.observe(events.ReadinessChanged("p", "not reached yet"), 1.0)
+    error = reject(router, MESSAGES, 1.0)
     assert (error.status, error.code) == (503, "no_ready_pair")
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrouter.core.fleet import Role
-from pdrouter.engines.base import Attempt
+from pdrouter.core.request import Task
+from pdrouter.engines.base import Attempt, with_traits
 from pdrouter.engines.sglang import Sglang
 from pdrouter.engines.sglang_ranks import MAX_ROOM, RankFields, RoomRule
 
@@ -134,3 +135,25 @@ def test_each_attempt_has_rooms_of_its_own() -> None:
     decision = make_pair(version="0.5.23")
     plans = [Sglang(RankFields.AUTO).plan(decision, make_inbound(), Attempt("a", [room])) for room in ROOMS]
     assert len({fields_of(prefill_leg(plan))["bootstrap_room"] for plan in plans}) == len(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("version", "tasks"),
+    [
+        ("0.5.23", {Task.GENERATE, Task.RESPONSES, Task.MESSAGES}),
+        ("0.5.22", {Task.GENERATE, Task.RESPONSES, Task.MESSAGES}),
+        ("0.5.21", {Task.GENERATE, Task.RESPONSES}),
+        ("0.5.20", {Task.GENERATE, Task.RESPONSES}),
+        ("0.5.19", {Task.GENERATE}),
+        ("0.5.6", {Task.GENERATE}),
+        ("0.6", {Task.GENERATE, Task.RESPONSES, Task.MESSAGES}),
+        (None, {Task.GENERATE}),
+        ("0.0.0.dev1", {Task.GENERATE}),
+    ],
+)
+def test_what_a_version_does_in_pairs(version: str | None, tasks: set[Task]) -> None:
+    """Responses since 0.5.20, messages since 0.5.22; who doesn't tell isn't trusted with them."""
+    for role in Role:
+        endpoint = with_traits(Sglang(RankFields.AUTO), make_endpoint(role, version=version))
+        assert endpoint.pair_tasks == tasks
+        assert endpoint.takes_ranks == (role is not Role.DECODE or version != "0.5.6")

@@ -280,9 +280,9 @@ def test_one_endpoint_alone() -> None:
 
 def test_what_it_can_t_do() -> None:
     """Several prompts or answers aren't done in two legs; nothing is aborted, released or asked elsewhere."""
-    traits = ENGINE.traits("native")
-    assert (traits.pairs_lists, traits.pairs_copies, traits.reads_prompts) == (False, False, True)
     endpoint = make_endpoint(Role.PREFILL)
+    traits = ENGINE.traits(endpoint)
+    assert (traits.pairs_lists, traits.pairs_copies, traits.reads_prompts) == (False, False, True)
     abort = ENGINE.abort(endpoint, Plan("1", None, None))  # type: ignore[func-returns-value]
     for nothing in (abort, ENGINE.release(pair(), b""), ENGINE.bootstrap_path(endpoint)):  # type: ignore[func-returns-value]
         assert nothing is None

@@ -17,7 +17,7 @@ from pdrouter.config import Settings
 from pdrouter.core import events
 from pdrouter.core.fleet import Disaggregation, Endpoint, Role
 from pdrouter.core.router import Router
-from pdrouter.engines.base import Engine
+from pdrouter.engines.base import Engine, with_traits
 from pdrouter.engines.logprobs import MERGED_FIELDS
 from pdrouter.engines.openai import OpenAi
 from pdrouter.engines.sglang import Sglang
@@ -235,9 +235,9 @@ class Wire:
 
 def endpoints(way: Way) -> Sequence[Endpoint]:
     """Return who serves."""
-    traits = msgspec.structs.asdict(ENGINES[way.engine].traits(way.transport))
     roles = (Role.PREFILL, Role.DECODE) if way.is_pair else (Role.REGULAR,)
-    return [make_endpoint(f"{r}:1", r, engine=way.engine, kv_transport=way.transport, **traits) for r in roles]
+    made = [make_endpoint(f"{r}:1", r, engine=way.engine, kv_transport=way.transport) for r in roles]
+    return [with_traits(ENGINES[way.engine], endpoint) for endpoint in made]
 
 
 async def serve(case: Case, prefill: Sequence[bytes], answer: Sequence[bytes], full: Sequence[bool]) -> Told:

@@ -18,7 +18,7 @@ from pdrouter.config import Settings
 from pdrouter.core.decision import Decision
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.request import RequestFacts
-from pdrouter.engines.base import Attempt, Engine, Inbound, Leg
+from pdrouter.engines.base import Attempt, Engine, Inbound, Leg, with_traits
 from pdrouter.engines.samples import one_sample_body
 from pdrouter.engines.sglang import Sglang
 from pdrouter.engines.sglang_ranks import RankFields
@@ -90,11 +90,10 @@ def _engine(fixture: Fixture) -> Engine:
 def _endpoint(fixture: Fixture, engine: Engine, role: Role) -> Endpoint:
     """Return an endpoint as the settings of the fixture have it; it can do what its engine can."""
     settings = fixture.settings
-    transport = settings.get("kv_transport", engine.kv_transports[0])
-    return make_endpoint(
+    endpoint = make_endpoint(
         role,
         engine=fixture.engine,
-        kv_transport=transport,
+        kv_transport=settings.get("kv_transport", engine.kv_transports[0]),
         version=settings["version"],
         bootstrap_port=fixture.number("bootstrap_port"),
         dp_size=fixture.number("dp_size", 4),
@@ -102,8 +101,8 @@ def _endpoint(fixture: Fixture, engine: Engine, role: Role) -> Endpoint:
         rank_base=fixture.number("rank_base", 0),
         kv_address=settings.get(f"{role.value}_kv_address"),
         kv_engine_ids=tuple(settings.get("kv_engine_ids", "").split()),
-        **msgspec.structs.asdict(engine.traits(transport)),
     )
+    return with_traits(engine, endpoint)
 
 
 def _decision(fixture: Fixture, engine: Engine, facts: RequestFacts) -> Decision:

@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct
 
 from pdrouter.config import EndpointSettings, Settings
 from pdrouter.core.fleet import Endpoint, Role
-from pdrouter.engines.base import Engine
+from pdrouter.engines.base import Engine, with_traits
 from pdrouter.engines.sglang import DEFAULT_BOOTSTRAP_PORT
 from pdrouter.errors import ConfigError
 
@@ -52,7 +52,6 @@ def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: M
     if transport not in engine.kv_transports:
         known = ", ".join(engine.kv_transports)
         raise ConfigError([f"{entry.url}: {name} has no kv_transport {transport}; write one of {known}"])
-    traits = engine.traits(transport)
     bootstrap_port = entry.bootstrap_port
     if bootstrap_port is UNSET:
         is_bootstrapped = role is Role.PREFILL and transport in _BOOTSTRAPPED
@@ -74,12 +73,5 @@ def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: M
         gpu=entry.gpu,
         rank_base=entry.dp_start_rank or 0,
         kv_address=entry.kv_address,
-        pair_tasks=traits.pair_tasks,
-        pairs_lists=traits.pairs_lists,
-        pairs_copies=traits.pairs_copies,
-        reads_prompts=traits.reads_prompts,
-        takes_ranks=traits.takes_ranks,
-        reports_lag=traits.reports_lag,
-        tells_transfer=traits.tells_transfer,
     )
-    return Found(endpoint, frozenset(fixed))
+    return Found(with_traits(engine, endpoint), frozenset(fixed))

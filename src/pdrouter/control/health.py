@@ -21,7 +21,7 @@ from pdrouter.core.events import EndpointDescribed, EndpointRestarted, Readiness
 from pdrouter.core.fleet import HEALTH, Endpoint, Role
 from pdrouter.core.router import Router
 from pdrouter.engines.about import MODELS_PATH
-from pdrouter.engines.base import Described, Engine
+from pdrouter.engines.base import Described, Engine, with_traits
 from pdrouter.errors import ConnectFailed, PoolExhausted, RouterError
 
 NOT_REACHED = "not reached yet"
@@ -117,6 +117,7 @@ class HealthWatch:
         told: dict[str, object] = {name: getattr(self._endpoint, name) for name in _told_names(found.fixed)}
         told["warning"] = self._description.warning
         self._endpoint, self._fixed = msgspec.structs.replace(found.endpoint, **told), found.fixed
+        self._endpoint = with_traits(self._engine, self._endpoint)
         self._router.observe(EndpointDescribed(self._endpoint), self._clock())
         self._is_anew = True
         self._hurry.set()
@@ -267,7 +268,7 @@ class HealthWatch:
         news = {name: value for name, value in values.items() if name in _TOLD and name not in self._fixed}
         if isinstance(cards := news.get("cards"), tuple):
             news["cards"] = self._lists.take(endpoint.cards, cards)
-        described = msgspec.structs.replace(endpoint, **news)
+        described = with_traits(self._engine, msgspec.structs.replace(endpoint, **news))
         if described != endpoint:
             change = self._description.changed(endpoint, described, is_in_use=self._is_up)
             if change is not None and not self._is_anew:

@@ -300,8 +300,8 @@ class Fleet:
             yield from (way for way in order if is_ready[ROLE_OF[way]])
             return
         pairs = () if facts.is_whole else self.ready(Role.PREFILL, model)
-        is_paired = bool(pairs) and all(p.parts(facts) for p in pairs)
         decodes = self.alone(Role.DECODE, model)
+        is_paired = bool(pairs) and all(e.parts(facts) for e in (*pairs, *decodes))
         whole = [Way.REGULAR] if is_ready[Role.REGULAR] else []
         if decodes and all(d.reads_prompts for d in decodes):
             whole.append(Way.DECODE)

@@ -33,13 +33,13 @@ from pdrouter.core.policies.books import Books
 from pdrouter.core.policies.least_work import LeastWork
 from pdrouter.core.prefix import PrefixIndex
 from pdrouter.core.profiles import ProfileRule, Profiles
-from pdrouter.core.reasons import why_nobody
+from pdrouter.core.reasons import why_never, why_nobody
 from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.shadow import Shadow, Shadowed, ShadowOptions
 from pdrouter.core.snapshot import Snapshot, take_snapshot
 from pdrouter.core.tokens import TokenEstimator
 from pdrouter.core.work import WorkIndex
-from pdrouter.errors import NoReadyPair, RouterError
+from pdrouter.errors import NoReadyPair, NotSupported, RouterError
 
 _EAGER_USAGES, _USAGE_STEP = 256, 8
 """Usage is learned from for so many decisions, then for one in so many; see benchmarks/proxy.py."""
@@ -183,7 +183,8 @@ class Router:
         model = target.name
         ways = self.fleet.ways(model, facts)
         if not ways:
-            raise NoReadyPair(self.why_nobody(model))
+            never = why_never(self.fleet, model, facts)
+            raise NoReadyPair(self.why_nobody(model)) if never is None else NotSupported(never)
         question = self._question(ROLE_OF[ways[0]], facts, target, avoid, now_s)
         choice = self._chooser.choose(question, model, ways)
         if self.entrance is not None and not is_admitted:

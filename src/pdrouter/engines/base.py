@@ -161,7 +161,7 @@ class LoadReply(msgspec.Struct, frozen=True):
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """What endpoints of an engine can do with one of its KV transports; the names are those of ``Endpoint``."""
+    """What an endpoint can do, by its KV transport and its version; the names are those of ``Endpoint``."""
 
     pair_tasks: frozenset[Task]
     pairs_lists: bool
@@ -187,8 +187,8 @@ class Engine(Protocol):
     load_paths: Sequence[str]
     """Where it tells its load, the newest first; none if it doesn't."""
 
-    def traits(self, kv_transport: str) -> Traits:
-        """Return what its endpoints can do."""
+    def traits(self, endpoint: Endpoint) -> Traits:
+        """Return what an endpoint can do, as far as its version is known."""
         ...
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
@@ -227,6 +227,11 @@ class Engine(Protocol):
     def read_load(self, body: bytes) -> LoadReply | None:
         """Read a load reply; ``None`` if that isn't understood."""
         ...
+
+
+def with_traits(engine: Engine, endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint with what it can do."""
+    return msgspec.structs.replace(endpoint, **msgspec.structs.asdict(engine.traits(endpoint)))
 
 
 def request_head(method: str, path: str, endpoint: Endpoint, headers: bytes, content_length: int) -> bytes:

@@ -19,7 +19,7 @@ class OpenAi:
     tells: Collection[str] = ("model",)
     load_paths: Sequence[str] = ()
 
-    def traits(self, _kv_transport: str) -> Traits:
+    def traits(self, _endpoint: Endpoint) -> Traits:
         """Return that it does everything alone."""
         return Traits(frozenset(), pairs_lists=False, pairs_copies=False, reads_prompts=True)
 

@@ -27,13 +27,28 @@ from pdrouter.engines.base import (
     request_head,
     splice,
 )
-from pdrouter.engines.sglang_ranks import RANK_FIELDS, RankFields, RoomRule, rank_fields, room_rule
+from pdrouter.engines.sglang_ranks import (
+    RANK_FIELDS,
+    RankFields,
+    RoomRule,
+    is_older,
+    rank_fields,
+    room_rule,
+    version_numbers,
+)
 
 OWNED_FIELDS = RANK_FIELDS | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"}
 """Top-level fields of a body that the router writes itself."""
 
 RESPONSE_ID = "request_id"
 """What ``/v1/responses`` calls the ``rid``. Source: ``openai/protocol.py``, ``serving_responses.py``."""
+
+_PAIRED_SINCE: Mapping[Task, tuple[int, ...]] = {
+    Task.GENERATE: (),
+    Task.RESPONSES: (0, 5, 20),
+    Task.MESSAGES: (0, 5, 22),
+}
+"""The first version that does a task in two legs; one that isn't told is older."""
 
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 
@@ -62,13 +77,20 @@ class Sglang:
         # Where ranks aren't ours to write, the client's own go through.
         self._owned = OWNED_FIELDS - RANK_FIELDS if rank_fields is RankFields.NONE else OWNED_FIELDS
 
-    def traits(self, _kv_transport: str) -> Traits:
-        """Return that lists are batches with a room for each prompt, and that a decode engine reads none.
+    def traits(self, endpoint: Endpoint) -> Traits:
+        """Return what a version does in pairs: lists are batches with a room for each prompt, decode reads none.
 
+        Since when responses and messages take room and ranks: ``openai/protocol.py``, ``openai/serving_responses.py``,
+        ``anthropic/protocol.py``. A decode rank can't be named beside the prefill's before 0.5.10.
         With ``n`` > 1 a decode engine hangs: it sends a warm-up and all samples to the first room.
         Source: seen on SGLang 0.5.23; ``managers/tokenizer_manager.py``, ``_handle_batch_request``.
         """
-        return Traits(frozenset({Task.GENERATE}), pairs_lists=True, pairs_copies=False, reads_prompts=False)
+        numbers = version_numbers(endpoint.version) or ()
+        tasks = (task for task, since in _PAIRED_SINCE.items() if numbers >= since)
+        is_old = endpoint.role is Role.DECODE and is_older(self._rank_fields, endpoint.version)
+        return Traits(
+            frozenset(tasks), pairs_lists=True, pairs_copies=False, reads_prompts=False, takes_ranks=not is_old
+        )
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
         """Return both legs, each with its own fields; one leg for a regular endpoint."""

@@ -83,7 +83,7 @@ def _written(
     prefill_rank: int | None,
     is_decode: bool,
 ) -> tuple[bytes, bytes]:
-    is_old = _is_old(spelling, version)
+    is_old = is_older(spelling, version)
     if spelling is RankFields.AUTO or (spelling is RankFields.HEADER and (is_old or reads_no_header)):
         spelling = RankFields.LEGACY if is_old else RankFields.ROUTED
     if spelling is RankFields.NONE:
@@ -108,7 +108,7 @@ def _field(name: bytes, rank: int | None) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _is_old(spelling: RankFields, version: str | None) -> bool:
+def is_older(spelling: RankFields, version: str | None) -> bool:
     """Whether an engine is older than ``routed_dp_rank``; one that doesn't tell its version is so if set to be."""
     numbers = version_numbers(version)
     return spelling is RankFields.LEGACY if numbers is None else numbers < _ROUTED_SINCE
@@ -145,7 +145,7 @@ def room_rule(spelling: RankFields, prefill: Placement, inbound: Inbound) -> Roo
 def _rule(spelling: RankFields, version: str | None, dp_size: int, dp_attention: bool, rank: int | None) -> RoomRule:
     if dp_size == 1:
         return RoomRule(1, None)
-    if dp_attention or _is_old(spelling, version):
+    if dp_attention or is_older(spelling, version):
         return RoomRule(dp_size, rank)
     numbers = version_numbers(version)
     return RoomRule(dp_size, 0 if numbers is None or numbers >= _CHECKED_SINCE else None)

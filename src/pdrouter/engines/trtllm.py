@@ -71,7 +71,7 @@ class Trtllm:
     tells: Collection[str] = ("model", "version")
     load_paths: Sequence[str] = ("/prometheus/metrics", "/metrics")
 
-    def traits(self, _kv_transport: str) -> Traits:
+    def traits(self, _endpoint: Endpoint) -> Traits:
         """Return that a generation engine can read prompts, and that two legs have one prompt and one answer."""
         return Traits(
             frozenset({Task.GENERATE}),

@@ -100,7 +100,7 @@ class Vllm:
     tells: Collection[str] = ("model", "dp_size", "version")
     load_paths: Sequence[str] = ("/metrics",)
 
-    def traits(self, kv_transport: str) -> Traits:
+    def traits(self, endpoint: Endpoint) -> Traits:
         """Return what each connector can do with more than one answer.
 
         Source: seen on vLLM 0.32 with NIXL: several answers to a prompt read the same KV, but the other prompts of a
@@ -108,6 +108,7 @@ class Vllm:
         takes one long step never shows; the decode side tells the prefill's cached tokens as its own. A Mooncake
         transfer is one answer's. P2P NCCL names each answer's KV, and refuses a request without such a name.
         """
+        kv_transport = endpoint.kv_transport
         has_names = kv_transport in (Connector.P2P_NCCL, Connector.SHARED_STORAGE)
         return Traits(
             frozenset({Task.GENERATE, Task.RESPONSES, Task.MESSAGES}),

@@ -30,6 +30,7 @@ from pdrouter.errors import (
     NoReadyPair,
     NotFound,
     NotImplementedHere,
+    NotSupported,
     PayloadTooLarge,
     PoolExhausted,
     RouterError,
@@ -74,7 +75,7 @@ _FRONT = (
 
 _CHANGE = (Unauthorized, CrossSite, HostNotAllowed, KeyNeeded, InvalidRequest)
 _BODY = (*_CHANGE, InvalidJson)
-_ASK = (NoReadyPair, PoolExhausted, ConnectFailed, UpstreamClosed, UpstreamProtocol, UpstreamTimeout)
+_ASK = (NoReadyPair, NotSupported, PoolExhausted, ConnectFailed, UpstreamClosed, UpstreamProtocol, UpstreamTimeout)
 _ELSEWHERE = (NotFound, UnknownRequest, ClientGone, CrossSite, HostNotAllowed, KeyNeeded)
 """What no inference path answers; with ClientGone nobody is there to read it."""
 

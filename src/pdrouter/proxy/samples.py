@@ -115,7 +115,8 @@ class Samples:
         self._write(self._joiner.feed(sample.number, piece))
         if self._joiner.has_failed:  # as an engine that makes all samples ends them all
             self._open = {sample}
-            self._end_flights(_not_needed(), but=sample)
+            for flight in self._flights_but(sample):
+                flight.turn_away(_not_needed())
 
     # The connection of the flights' clients.
 
@@ -201,15 +202,17 @@ class Samples:
         self._is_over = True
         self._client.listener = None
         untold = None if error is None else self._tell(error)
-        self._end_flights(error if isinstance(error, ClientGone) else _not_needed())
+        for flight in self._flights_but(None):
+            if isinstance(error, ClientGone):
+                flight.client_gone()
+            else:
+                flight.turn_away(_not_needed())
         self._samples.clear()
         self._open.clear()
         self._on_end(self._client, self._inbound.path, self._inbound.request_id, untold)
 
-    def _end_flights(self, error: RouterError, *, but: "SampleClient | None" = None) -> None:
-        for sample, flight in tuple(self._flights.items()):
-            if sample is not but:
-                flight.turn_away(error)
+    def _flights_but(self, one: "SampleClient | None") -> list[Flight]:
+        return [flight for sample, flight in self._flights.items() if sample is not one]
 
     def _tell(self, error: RouterError) -> RouterError | None:
         """Tell a client that has had a part of the answer; return what is to be told by a reply of its own."""

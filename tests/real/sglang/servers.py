@@ -14,7 +14,8 @@ from tests.real.processes import Server, end, start
 MODEL = "m"
 RANKS = 2
 CONTEXT_TOKENS = 2048
-START_S = 300.0
+START_S = 900.0
+"""Longest time until a server answers: half a minute of work for each of its five processes, on a busy machine."""
 BOOTSTRAP_PORT = 8998
 _PREFILL_PORT = 30000
 _DECODE_PORT = 31000

@@ -36,9 +36,23 @@ def _padding_of_torch_native(module: Any) -> None:
     module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
 
 
+def _controller_that_waits(module: Any) -> None:
+    """The DP controller looks for the next request in a busy loop, half a core a server: let it wait a little."""
+    receive = module.sock_recv
+
+    def wait_and_receive(socket: Any, *args: Any, **kwargs: Any) -> Any:
+        socket.poll(_POLL_MS)
+        return receive(socket, *args, **kwargs)
+
+    module.sock_recv = wait_and_receive
+
+
+_POLL_MS = 50
+
 _MENDS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.disaggregation.prefill": _early_send_without_cuda,
     "sglang.srt.disaggregation.mooncake.conn": _page_indices_in_plain_memory,
+    "sglang.srt.managers.data_parallel_controller": _controller_that_waits,
     "sglang.srt.layers.attention.torch_native_backend": _padding_of_torch_native,
 }
 

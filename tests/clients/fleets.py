@@ -26,6 +26,12 @@ def answer_to(text: str, tokens: int, choice: int = 0) -> str:
     return expected_text(render_chat([{"role": "user", "content": text}]), tokens, choice)
 
 
+def copies_of(lab: Lab, text: str, tokens: int, copies: int) -> list[str]:
+    """Return the texts of several answers; SGLang's pairs get a request for each, which emulators answer alike."""
+    is_split = lab.prefills[0].settings.engine == "sglang"
+    return [answer_to(text, tokens, 0 if is_split else choice) for choice in range(copies)]
+
+
 async def nothing_left(lab: Lab) -> None:
     """Wait until ledger and decode engines are at rest; a prefill may hold the KV of what was refused there."""
     await until(lambda: lab.is_ledger_zero and lab.is_quiet and all(e.snapshot().is_idle for e in lab.decodes))

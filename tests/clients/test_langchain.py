@@ -15,6 +15,7 @@ from tests.clients.fleets import (
     TOOL,
     answer_to,
     call_a_tool,
+    copies_of,
     decode_that_says,
     refuse,
     without_decode,
@@ -66,10 +67,10 @@ async def test_blocking_calls(pair: Lab) -> None:
 
 
 async def test_several_answers(pair: Lab) -> None:
-    """Each is a request of its own; an emulator answers them alike."""
+    """Each is its own."""
     result = await chat_of(pair, max_tokens=4, n=2).agenerate_prompt([prompts.StringPromptValue(text=QUESTION)])
     texts = [generation.text for generation in result.generations[0]]
-    assert texts == [answer_to(QUESTION, 4)] * 2
+    assert texts == copies_of(pair, QUESTION, 4, 2)
 
 
 async def test_tools_and_structured_output() -> None:

@@ -15,6 +15,7 @@ from tests.clients.fleets import (
     TOOL,
     answer_to,
     call_a_tool,
+    copies_of,
     decode_that_says,
     refuse,
     two_models,
@@ -48,7 +49,7 @@ def said(text: str, lab: Lab, **options: Any) -> dict[str, Any]:
 async def test_chat(pair: Lab) -> None:
     """Text and usage are right, whole, streamed, and in several answers."""
     whole = await litellm.acompletion(**said(QUESTION, pair, max_tokens=6, n=2))
-    assert [c.message.content for c in whole.choices] == [answer_to(QUESTION, 6)] * 2
+    assert [c.message.content for c in whole.choices] == copies_of(pair, QUESTION, 6, 2)
     assert whole.usage.completion_tokens == 12
     options = {"max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
     events = [event async for event in await litellm.acompletion(**said(QUESTION, pair, **options))]

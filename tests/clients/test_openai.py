@@ -17,6 +17,7 @@ from tests.clients.fleets import (
     TOOL,
     answer_to,
     call_a_tool,
+    copies_of,
     decode_that_says,
     refuse,
     two_models,
@@ -105,13 +106,13 @@ async def test_the_blocking_client(pair: Lab) -> None:
     assert await asyncio.to_thread(run) == [expected_text("once", 5)] * 2
 
 
-async def test_lists_copies_and_models(client: AsyncOpenAI) -> None:
+async def test_lists_copies_and_models(pair: Lab, client: AsyncOpenAI) -> None:
     """A list of prompts, several answers to one, and the list of models."""
     prompts = ["one", "two", "three"]
     answer = await client.completions.create(model=MODEL, prompt=prompts, max_tokens=4)
     assert [choice.text for choice in answer.choices] == [expected_text(prompt, 4) for prompt in prompts]
     copies = await client.chat.completions.create(model=MODEL, messages=said(QUESTION), max_tokens=4, n=2)
-    assert [c.message.content for c in copies.choices] == [answer_to(QUESTION, 4)] * 2
+    assert [c.message.content for c in copies.choices] == copies_of(pair, QUESTION, 4, 2)
     assert [model.id async for model in client.models.list()] == [MODEL]
 
 

@@ -145,8 +145,7 @@ async def _started_again(pair: Pair) -> Found:
     pair.prefill.kill()
     began_s = time.monotonic()
     pair.prefill.start_again()
-    await asyncio.to_thread(pair.prefill.wait_until_answers, "/health", START_S)
-    up_s = time.monotonic() - began_s
+    up_s = await pair.until(lambda: pair.answers(pair.prefill), "the prefill engine is up", START_S)
     await pair.until(lambda: _is_ready(pair), "the router is ready")
     ready_s = time.monotonic() - began_s - up_s
     bodies = [GENERATE.body(unique(PROMPT), TOKENS) for _ in range(16)]

@@ -66,6 +66,13 @@ class Pair:
             f"{engine.name} {load['dp_rank']}: {told}" for load in await self.loads(engine) if (told := _work(load))
         ]
 
+    async def answers(self, engine: Engine) -> bool:
+        """Whether an engine says that it is well."""
+        try:
+            return (await self._legs[engine.name].get("/health")).status == 200
+        except httpx.HTTPError:
+            return False
+
     async def requests(self, engine: Engine) -> int:
         """Return how many requests an engine holds, running or waiting."""
         loads = await self.loads(engine)

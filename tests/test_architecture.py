@@ -25,6 +25,7 @@ LAYERS = (
     {"core"},
     {"loading", "manual"},
     {"config"},
+    {"references"},
     {"setting", "plugins"},
     {"errors", "files"},
 )

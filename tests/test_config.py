@@ -4,17 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from pdrouter.config import (
-    ENDPOINT_SETTINGS,
-    SETTINGS,
-    DemoSettings,
+from pdrouter.config import ENDPOINT_SETTINGS, SETTINGS, DemoSettings
+from pdrouter.manual import document
+from pdrouter.references import (
     check_profile_rule,
     check_tokenizer_file,
     profile_entries,
     profile_rule,
     tokenizer_file,
 )
-from pdrouter.manual import document
 from pdrouter.setting import Setting, settings_of
 
 ROOT = Path(__file__).parent.parent

@@ -5,13 +5,11 @@ Flags, environment variables, YAML keys and ``docs/config.md`` are derived from 
 ``Settings`` first, then ``loading.py``, which fills it.
 """
 
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from pdrouter.references import check_profile, check_profile_rule, check_tokenizer_file
 from pdrouter.setting import (
     Secret,
     Setting,
@@ -25,7 +23,6 @@ from pdrouter.setting import (
     check_weight,
     setting,
     settings_of,
-    shown,
 )
 
 AncestorPolicyName = Literal[
@@ -51,59 +48,6 @@ PdFallback = Literal["none", "decode"]
 ReadinessRule = Literal["any", "all"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "console", "json"]
-
-
-def check_profile(name: str) -> str:
-    """Return the name of a shipped profile.
-
-    Raises: ValueError with the names there are.
-    """
-    names = profile_entries()
-    if name not in names:
-        raise ValueError(f"write one of {', '.join(sorted(names))}")
-    return name
-
-
-def profile_rule(text: str) -> tuple[str, str, str]:
-    """Return the parts of ``MODEL[@GPU]=NAME``: patterns of model and GPU, and the name of a shipped profile.
-
-    Raises: ValueError that says what is wrong.
-    """
-    patterns, equals, name = text.rpartition("=")
-    model, at, gpu = patterns.rpartition("@")
-    if not equals or not patterns or (at and not (model and gpu)):
-        raise ValueError(f"{shown(text)} is not MODEL[@GPU]=NAME")
-    return (model, gpu, check_profile(name)) if at else (patterns, "*", check_profile(name))
-
-
-def check_profile_rule(text: str) -> str:
-    """Return the text if it is a rule for profiles."""
-    profile_rule(text)
-    return text
-
-
-def tokenizer_file(text: str) -> tuple[str | None, Path]:
-    """Return the parts of ``[MODEL=]PATH``; without a model it is for all that have none of their own.
-
-    Raises: ValueError that says what is wrong.
-    """
-    model, equals, path = text.rpartition("=")
-    if not path or (equals and not model):
-        raise ValueError(f"{shown(text)} is not [MODEL=]PATH")
-    return (model if equals else None), Path(path)
-
-
-def check_tokenizer_file(text: str) -> str:
-    """Return the text if it names a tokenizer; whether it is there is seen at start."""
-    tokenizer_file(text)
-    return text
-
-
-def profile_entries() -> dict[str, dict[str, object]]:
-    """Return the shipped timing profiles, as they stand in the package's data."""
-    text = resources.files("pdrouter").joinpath("data/profiles.json").read_bytes()
-    entries: dict[str, dict[str, object]] = msgspec.json.decode(text)["profiles"]
-    return entries
 
 
 # Two lines a setting, the default at the end of the second, read better than one argument a line.

@@ -3,7 +3,7 @@
 import random
 from typing import Final, cast
 
-from pdrouter.config import Settings, profile_entries, profile_rule
+from pdrouter.config import Settings
 from pdrouter.control.health import HealthOptions
 from pdrouter.control.load_monitor import LoadOptions
 from pdrouter.control.members import WatchOptions
@@ -34,6 +34,7 @@ from pdrouter.proxy.dispatch import DispatchOptions
 from pdrouter.proxy.intake import IntakeOptions
 from pdrouter.proxy.limits import ClientLimits
 from pdrouter.proxy.listener import DrainOptions
+from pdrouter.references import profile_entries, profile_rule
 from pdrouter.upstream.pool import PoolLimits
 
 _MAX_MODELS = 1024

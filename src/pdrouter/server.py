@@ -19,7 +19,7 @@ import msgspec
 import structlog
 import uvloop
 
-from pdrouter.config import Settings, tokenizer_file
+from pdrouter.config import Settings
 from pdrouter.control.changes import Changes
 from pdrouter.control.members import Members
 from pdrouter.control.probe import Prober
@@ -56,6 +56,7 @@ from pdrouter.proxy.limits import Clients, room_for
 from pdrouter.proxy.listener import CannotListen, Listener, listen, url_of
 from pdrouter.proxy.rates import RateOptions, Rates
 from pdrouter.proxy.tokenizer import Counter, TokenizerOptions
+from pdrouter.references import tokenizer_file
 from pdrouter.telemetry.journal_file import JournalFile
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from pdrouter.telemetry.metrics import Metrics

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from pdrouter.config import profile_entries
 from pdrouter.core import events
 from pdrouter.core.admission import Admission, Admitted
 from pdrouter.core.cost import prefill_s, profile_from
@@ -21,6 +20,7 @@ from pdrouter.core.ledger import RankKey
 from pdrouter.core.line import Waiting
 from pdrouter.core.request import RequestFacts
 from pdrouter.core.router import Router
+from pdrouter.references import profile_entries
 from pdrouter.sim.workload import TRACE_BLOCK_TOKENS, TRACE_TICK_S, Planned, Scale, load_excerpt, plan
 
 from .builders import decide, decode, make_options, make_router, prefill, prefill_of

@@ -353,6 +353,7 @@ _EMULATED: Final = {
                                   unit="tokens", low=1, high=2**40),
     "stream_interval": setting("Engine", "Tokens in a streamed chunk.", unit="tokens", low=1, high=1_000_000),
     "server_version": setting("Engine", "Version that it says it is."),
+    "api_key": setting("Engine", "Key that it wants, as SGLang and vLLM do; unset: none."),
     "host": setting("Address", "Address to listen on.", check=check_host),
     "port": setting("Address", "Port to listen on; 0 lets the kernel choose.",
                     unit="port number", low=0, high=65_535),

@@ -11,11 +11,13 @@ from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.references import check_profile, check_profile_rule, check_tokenizer_file
 from pdrouter.setting import (
+    KeyFile,
     Secret,
     Setting,
     check_forwarded,
     check_header,
     check_host,
+    check_key,
     check_kv_address,
     check_origin,
     check_path,
@@ -82,6 +84,10 @@ class EndpointSettings(Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         check=check_profile)] = None
     gpu: Annotated[str | None, setting("Endpoint",
         "What the engine runs on, in any words; profile_for looks at it.")] = None
+    api_key: Annotated[Secret | None, setting("Endpoint",
+        "Key that the engine wants (its --api-key); unset: engine_api_key.", check=check_key)] = None
+    api_key_file: Annotated[KeyFile | None, setting("Endpoint",
+        "File with that key; not in the workers API.")] = None
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +104,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Kind of engine, where an endpoint doesn't say its own.")] = "sglang"
     kv_transport: Annotated[KvTransport | None, setting("Fleet",
         "How KV comes from prefill to decode; unset: bootstrap for sglang, nixl for vllm, native for trtllm.")] = None
+
+    engine_api_key: Annotated[Secret | None, setting("Fleet",
+        "Key that engines want (their --api-key), sent as `authorization: Bearer KEY` with every request; to endpoints "
+        "that were added by the API only if there is an api_key. Unset: api_key, to endpoints of the settings.",
+        check=check_key)] = None
+    engine_api_key_file: Annotated[KeyFile | None, setting("Fleet",
+        "File with that key; read when the settings are.")] = None
+    forward_client_key: Annotated[bool, setting("Fleet",
+        "A client's own key goes to the engine instead, if it brought one; and an engine may refuse to tell of itself.",
+        )] = False
 
     host: Annotated[str, setting("Server",
         "Address to listen on.", check=check_host)] = "127.0.0.1"

@@ -119,6 +119,8 @@ def _conflicts(values: Mapping[str, object]) -> list[str]:
             "dp_minimum_tokens_scheduler is short for rank_policy minimum_tokens, "
             f"but rank_policy is {rank_policy}; set one of them"
         )
+    if values.get("engine_api_key") and values.get("engine_api_key_file"):
+        problems.append("engine_api_key and engine_api_key_file: set one of them")
     seen: dict[str, str] = {}
     for role in ("prefill", "decode", "worker"):
         endpoints = cast("tuple[EndpointSettings, ...]", values.get(role, ()))
@@ -196,6 +198,8 @@ class _Reader:
         values = self.read(ENDPOINT_SETTINGS, fields, lambda name: f"{label}.{name}")
         if role != "prefill" and "bootstrap_port" in values:
             self.problems.append(f"{label}.bootstrap_port: only prefill endpoints have one; leave it out")
+        if values.get("api_key") and values.get("api_key_file"):
+            self.problems.append(f"{label}: api_key and api_key_file: set one of them")
         if "url" not in values and len(self.problems) == count:
             self.problems.append(f"{label}.url: missing; write http://HOST:PORT")
         return EndpointSettings(**values) if len(self.problems) == count else None  # type: ignore[arg-type]

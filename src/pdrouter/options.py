@@ -51,6 +51,8 @@ LIVE: Final = frozenset(
         "worker",
         "engine",
         "kv_transport",
+        "engine_api_key",
+        "engine_api_key_file",
         "drain_notice_secs",
         "shutdown_grace_period_secs",
         "decision_headers",
@@ -243,6 +245,7 @@ def intake_options(settings: Settings) -> IntakeOptions:
         rate_header=settings.rate_limit_key_header.lower().encode(),
         tenant_weights=_tenant_weights(settings),
         puts_low_first=settings.engine == "vllm",
+        keeps_credentials=settings.forward_client_key,
     )
 
 
@@ -355,4 +358,5 @@ def _health_options(settings: Settings) -> HealthOptions:
         failure_threshold=settings.health_failure_threshold,
         success_threshold=settings.health_success_threshold,
         is_disabled=settings.disable_health_check,
+        may_be_refused=settings.forward_client_key,
     )

@@ -181,14 +181,15 @@ class Service:
         Raises: ConfigError; then nothing has changed.
         """
         self.changes.check(settings)
-        found = self.changes.found_in(settings)
         changed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(self.settings, n)]
         later = [name for name in changed if name not in LIVE]
         entrance = self.router.entrance
         if entrance is None and "max_concurrent_requests" in changed:
             later.append("max_concurrent_requests")  # no queue was built
         live = {name: getattr(settings, name) for name in changed if name not in later}
-        settings = self.settings = msgspec.structs.replace(self.settings, **live)
+        settings = msgspec.structs.replace(self.settings, **live)
+        found = self.changes.found_in(settings)
+        self.settings = settings
         self.dispatcher.set_options(dispatch_options(settings))
         self.clients.set_limits(client_limits(settings))
         if entrance is not None:

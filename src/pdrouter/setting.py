@@ -10,12 +10,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pdrouter.files import read_file
 
 
 def setting(
@@ -35,6 +38,8 @@ def setting(
 
 
 _MAX_SHOWN_CHARS = 120
+
+_MAX_KEY_BYTES = 65_536
 
 SECRET = "(secret)"  # noqa: S105
 """What stands in logs, errors and documents for a secret."""
@@ -62,6 +67,31 @@ class Secret:
         return self._text
 
 
+class KeyFile(Secret):
+    """A key that stands in a file; the file's path is what is shown.
+
+    Raises: ValueError if there is no key in it.
+    """
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str) -> None:
+        try:
+            text = read_file(Path(path), _MAX_KEY_BYTES).decode("utf-8")
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not UTF-8 text") from None
+        self.path = path
+        try:
+            super().__init__(check_key(text.strip()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def __repr__(self) -> str:
+        return self.path
+
+
 class Setting(Struct, frozen=True, kw_only=True):
     """One field of a settings struct, as flags, environment, YAML and documents see it."""
 
@@ -86,7 +116,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def is_secret(self) -> bool:
         """Nothing that it was or is given may be shown."""
-        return Secret in (self.base, *get_args(self.base))
+        return any(isinstance(kind, type) and issubclass(kind, Secret) for kind in (self.base, *get_args(self.base)))
 
     @property
     def range_text(self) -> str:
@@ -137,6 +167,8 @@ class Setting(Struct, frozen=True, kw_only=True):
             return raw
         if not isinstance(raw, str):
             raise ValueError("it is not text; put it in quotes")  # noqa: TRY004
+        if self.base is KeyFile:
+            return KeyFile(raw)
         if raw == SECRET:
             raise ValueError(f"{SECRET} only stands for it; write the secret itself")
         return Secret(self.check(raw) if self.check else raw)
@@ -333,6 +365,18 @@ def check_path(text: str) -> str:
     if not re.fullmatch(r"/[!-~]*", text):
         raise ValueError(f"{shown(text)} is not a path; it starts with / and has no spaces")
     return text
+
+
+def check_key(text: str) -> str:
+    """Return the text if it is a key that a header can carry; ValueError says what is wrong without it."""
+    if not is_key(text):
+        raise ValueError("a key has visible ASCII characters only, and at least one")
+    return text
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can stand behind ``authorization: Bearer``."""
+    return re.fullmatch(r"[!-~]+", text) is not None
 
 
 def check_header(text: str) -> str:

@@ -260,9 +260,9 @@ def test_headers_sent_on() -> None:
         (b"traceparent", b"00-1"),
         (b"accept", b"*/*"),
     ]
-    assert read(Api.CHAT, CHAT, headers)[1].headers == (
-        b"content-type: application/json\r\nauthorization: Bearer x\r\ntraceparent: 00-1\r\naccept: */*\r\n"
-    )
+    inbound = read(Api.CHAT, CHAT, headers)[1]
+    assert inbound.headers == b"content-type: application/json\r\ntraceparent: 00-1\r\naccept: */*\r\n"
+    assert inbound.credentials == b"authorization: Bearer x\r\n"
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ class Changes:
             role = Role(worker_type)
         except ValueError:
             raise InvalidRequest(f"worker_type: write one of {', '.join(Role)}") from None
+        _check_given(fields)
         entry, found = self._read(role, fields)
         if not self._members.join(found):
             raise InvalidRequest(f"{found.endpoint.address} is there already")
@@ -96,7 +97,11 @@ class Changes:
         if known is None:
             return
         entry = self._entries.get(address) or self._of_settings(known)
-        entry, found = self._read(known.endpoint.role, msgspec.to_builtins(entry) | dict(fields))
+        given = _given(entry)
+        if "api_key" in fields:
+            given.pop("api_key_file", None)
+        _check_given(fields)
+        entry, found = self._read(known.endpoint.role, given | dict(fields))
         if found.endpoint.address != address:
             raise InvalidRequest("url: an endpoint's address stays; remove it and add another")
         self._entries[address] = entry
@@ -117,9 +122,12 @@ class Changes:
     def _read(self, role: Role, fields: Mapping[str, object]) -> tuple[EndpointSettings, Found]:
         try:
             entry = read_endpoint(_LISTS[role], fields)
-            return entry, found_as(role, entry, self._settings, self._engines)
+            return entry, found_as(role, entry, self._settings, self._engines, is_listed=self._is_listed(entry))
         except ConfigError as error:
             raise InvalidRequest(str(error)) from error
+
+    def _is_listed(self, entry: EndpointSettings) -> bool:
+        return any(one.url == entry.url for name in _LISTS.values() for one in getattr(self._settings, name))
 
     def _of_settings(self, known: Found) -> EndpointSettings:
         listed: tuple[EndpointSettings, ...] = getattr(self._settings, _LISTS[known.endpoint.role])
@@ -132,3 +140,18 @@ class Changes:
 def _listed(settings: Settings) -> set[Role]:
     """Return the roles of the endpoints that settings name."""
     return {role for role, name in _LISTS.items() if getattr(settings, name)}
+
+
+def _check_given(fields: Mapping[str, object]) -> None:
+    """Refuse a file that the API names: the router would read it and send it to the endpoint.
+
+    Raises: InvalidRequest.
+    """
+    if "api_key_file" in fields:
+        raise InvalidRequest("api_key_file: only the settings name files; write api_key")
+
+
+def _given(entry: EndpointSettings) -> dict[str, object]:
+    """Return what an entry says, as it could be given again."""
+    values = {field.name: (getattr(entry, field.name), field.default) for field in msgspec.structs.fields(entry)}
+    return {name: value for name, (value, default) in values.items() if value != default}

@@ -40,6 +40,10 @@ class Description:
         self._unknown_rank: int | None = None
         self._back_off = 1
 
+    def ask_again(self) -> None:
+        """Let it be described again, as soon as it may be."""
+        self.due_s = min(self.due_s, self._earliest_s)
+
     def reported(self, unknown_rank: int | None, now_s: float) -> bool:
         """Take note of a rank that a load report names and that the endpoint doesn't have; ``None``: there is none.
 
@@ -47,7 +51,7 @@ class Description:
         """
         self._unknown_rank = unknown_rank
         if unknown_rank is not None:
-            self.due_s = min(self.due_s, self._earliest_s)
+            self.ask_again()
         return self.due_s <= now_s
 
     def begin(self, now_s: float, first_s: float) -> None:

@@ -10,6 +10,7 @@ from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.engines.base import Engine, with_traits
 from pdrouter.engines.sglang import DEFAULT_BOOTSTRAP_PORT
 from pdrouter.errors import ConfigError
+from pdrouter.setting import Secret, is_key
 
 
 class Found(Struct, frozen=True):
@@ -34,11 +35,13 @@ def static_endpoints(settings: Settings, engines: Mapping[str, Engine]) -> Itera
         (Role.REGULAR, settings.worker),
     ):
         for entry in listed:
-            yield found_as(role, entry, settings, engines)
+            yield found_as(role, entry, settings, engines, is_listed=True)
 
 
-def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: Mapping[str, Engine]) -> Found:
-    """Return the endpoint that an entry describes.
+def found_as(
+    role: Role, entry: EndpointSettings, settings: Settings, engines: Mapping[str, Engine], *, is_listed: bool
+) -> Found:
+    """Return the endpoint that an entry describes; ``is_listed``: one of the settings, not of the workers API.
 
     Raises: ConfigError for a KV transport that its engine doesn't have.
     """
@@ -73,5 +76,19 @@ def found_as(role: Role, entry: EndpointSettings, settings: Settings, engines: M
         gpu=entry.gpu,
         rank_base=entry.dp_start_rank or 0,
         kv_address=entry.kv_address,
+        api_key=_key(entry, settings, is_listed=is_listed),
     )
     return Found(with_traits(engine, endpoint), frozenset(fixed))
+
+
+def _key(entry: EndpointSettings, settings: Settings, *, is_listed: bool) -> Secret | None:
+    """Return the key that an endpoint's engine wants.
+
+    Without an ``api_key`` anybody may add an endpoint by the API, so it gets no key of the settings. The router's own
+    ``api_key`` goes to engines as in sglang-router 0.3.2: to those of the settings, as their clients bring it anyway.
+    """
+    own = entry.api_key or entry.api_key_file
+    for_all = settings.engine_api_key or settings.engine_api_key_file if is_listed or settings.api_key else None
+    routers = settings.api_key if is_listed and settings.api_key and is_key(settings.api_key.reveal()) else None
+    key = own or for_all or routers
+    return None if key is None else Secret(key.reveal())

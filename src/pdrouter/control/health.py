@@ -26,6 +26,9 @@ from pdrouter.errors import ConnectFailed, PoolExhausted, RouterError
 
 NOT_REACHED = "not reached yet"
 
+REFUSED = (401, 403)
+"""What an engine answers to a request without its key. Source: SGLang 0.5.23 (``utils/auth.py``), vLLM 0.32: 401."""
+
 _HURRY_S = 0.05
 """Shortest time between two probes that failures of the traffic ask for; chosen."""
 
@@ -43,6 +46,7 @@ class HealthOptions(msgspec.Struct, frozen=True):
     failure_threshold: int
     success_threshold: int
     is_disabled: bool
+    may_be_refused: bool
 
 
 class HealthWatch:
@@ -76,7 +80,7 @@ class HealthWatch:
         self._failures = 0
         self._is_anew = False  # to be described anew
         self._description = Description(engine.tells)
-        self._contradiction: str | None = None
+        self._objection: str | None = None  # why it can't be used though it answers
         self._restart = ""  # why it must have begun anew, once it answers again
         self._hurry = asyncio.Event()
         self._log = structlog.stdlib.get_logger("pdrouter.health").bind(endpoint=found.endpoint.address)
@@ -84,7 +88,7 @@ class HealthWatch:
     async def run(self) -> None:
         """Reach the endpoint, then probe it for ever."""
         while (problem := await self._contact()) is not None:
-            self._set_ready(self._contradiction or f"{NOT_REACHED}: {problem}")
+            self._set_ready(self._objection or f"{NOT_REACHED}: {problem}")
             await asyncio.sleep(self.options.startup_interval_s)
         self._is_reached = True
         while True:
@@ -112,6 +116,11 @@ class HealthWatch:
         if self._description.reported(unknown_rank, self._clock()):
             self._hurry.set()
 
+    def key_refused(self) -> None:
+        """It refused the key with another request."""
+        self._description.ask_again()
+        self._hurry.set()
+
     def change(self, found: Found) -> None:
         """The settings say something else of the endpoint; what it has told stands where they don't."""
         told: dict[str, object] = {name: getattr(self._endpoint, name) for name in _told_names(found.fixed)}
@@ -126,7 +135,7 @@ class HealthWatch:
         """Ask which ids it lists now; what it listed before stands if it doesn't tell."""
         told = None
         with suppress(RouterError):
-            told = await self._ask([(self._endpoint, MODELS_PATH)])
+            told = await self._ask([(self._endpoint, MODELS_PATH)], [])
         if told is None:
             self._lists.counts["failed"] += 1
         else:
@@ -136,8 +145,8 @@ class HealthWatch:
         self._is_up, self._failures = True, 0
         while self._is_up and await self._pause():
             problem = await self._check()
-            if self._contradiction is not None:
-                self._take_out(self._contradiction)
+            if self._objection is not None:
+                self._take_out(self._objection)
             elif problem is None:
                 self._failures = 0
             else:
@@ -174,8 +183,8 @@ class HealthWatch:
             await asyncio.sleep(self.options.interval_s)
             problem = await self._contact()
             successes = successes + 1 if problem is None else 0
-            if self._contradiction is not None:
-                self._set_ready(self._contradiction)
+            if self._objection is not None:
+                self._set_ready(self._objection)
         self._hurry.clear()
 
     async def _pause(self) -> bool:
@@ -191,7 +200,7 @@ class HealthWatch:
 
     async def _contact(self) -> str | None:
         """Probe the endpoint and let it tell of itself; return what is wrong with it."""
-        self._contradiction = None
+        self._objection = None
         self._description.begin(self._clock(), self.options.startup_interval_s)
         try:
             return await self._probe() or await self._describe()
@@ -207,6 +216,8 @@ class HealthWatch:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 self._refused()
             return error.message
+        if status in REFUSED:
+            return _refusal(self._endpoint, self.options.path, status)
         return None if status < 400 else f"{self.options.path} answered {status}"
 
     def _refused(self) -> None:
@@ -226,12 +237,15 @@ class HealthWatch:
         bootstrap_path = self._engine.bootstrap_path(endpoint)
         if bootstrap_path is not None and endpoint.bootstrap_port is not None:
             groups.append([(_at_port(endpoint, endpoint.bootstrap_port), bootstrap_path)])
-        told = [found for group in groups if (found := await self._ask(group)) is not None]
+        refusals: list[str] = []
+        told = [found for group in groups if (found := await self._ask(group, refusals)) is not None]
         if not told and groups:
             self._log.info("the engine doesn't tell of itself; the settings stand")
-        self._contradiction = self._take_in(told)
-        if self._contradiction is not None:
-            return self._contradiction
+        self._objection = self._take_in(told)
+        if self._objection is None and refusals and not self.options.may_be_refused:
+            self._objection = refusals[0]
+        if self._objection is not None:
+            return self._objection
         self._described(endpoint, told)
         if bootstrap_path is not None and not self._endpoint.kv_engine_ids:
             return f"{bootstrap_path} at its bootstrap port doesn't name its KV engines"
@@ -247,10 +261,12 @@ class HealthWatch:
         if self._description.warn(self._endpoint, contradiction):
             self._tell_warning()
 
-    async def _ask(self, group: Sequence[tuple[Endpoint, str]]) -> Described | None:
-        """Return what the first of these that is understood tells."""
+    async def _ask(self, group: Sequence[tuple[Endpoint, str]], refusals: list[str]) -> Described | None:
+        """Return what the first of these that is understood tells; note in ``refusals`` where our key isn't taken."""
         for place, path in group:
             status, body = await self._prober.get(place, path, self.options.timeout_s)
+            if status in REFUSED:
+                refusals.append(_refusal(place, path, status))
             is_readable = status == 200 and (path != MODELS_PATH or self._lists.is_readable(body))
             described = self._engine.describe(path, body) if is_readable else None
             if described is not None:
@@ -320,4 +336,9 @@ def _told_names(fixed: frozenset[str]) -> list[str]:
 def _at_port(endpoint: Endpoint, port: int) -> Endpoint:
     """Return the same host at another port."""
     address = endpoint.address.removesuffix(f":{endpoint.port}")
-    return msgspec.structs.replace(endpoint, address=f"{address}:{port}", port=port)
+    return msgspec.structs.replace(endpoint, address=f"{address}:{port}", port=port, api_key=None)
+
+
+def _refusal(endpoint: Endpoint, path: str, status: int) -> str:
+    which = "" if endpoint.api_key else ": none is set (engine_api_key)"
+    return f"the engine refused our key{which}; {path} answered {status}"

@@ -8,6 +8,7 @@ import msgspec
 import structlog
 
 from pdrouter.control.description import unknown_rank
+from pdrouter.control.health import REFUSED
 from pdrouter.control.probe import Prober
 from pdrouter.core.events import LoadMissing, LoadReported
 from pdrouter.core.load import RankReport
@@ -31,6 +32,9 @@ class Listener(Protocol):
 
     def failed(self, error: ConnectFailed) -> None:
         """It took no connection."""
+
+    def key_refused(self) -> None:
+        """It refused our key."""
 
     def restarted(self, why: str) -> None:
         """It has begun anew."""
@@ -102,6 +106,8 @@ class LoadMonitor:
                 problem = "not understood"
                 break
             problem = f"status {status}"
+            if status in REFUSED:
+                self._listener.key_refused()
         self._router.observe(LoadMissing(self._address, problem), self._clock())
         if not self._is_silent:
             self._is_silent = True

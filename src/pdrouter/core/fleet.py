@@ -12,6 +12,7 @@ from pdrouter.core.ledger import RankKey
 from pdrouter.core.names import Card, Names, names_of
 from pdrouter.core.request import RequestFacts, Task
 from pdrouter.errors import InvariantViolation, RouterError
+from pdrouter.setting import Secret
 
 HEALTH = "health"
 BREAKER = "breaker"
@@ -46,6 +47,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     ``rank_base`` is the first of its ranks among those of its deployment (global), where several endpoints share one;
     ranks are local everywhere else. ``kv_capacity_tokens`` is that of one rank. ``kv_address`` is where its KV
     transport listens, ``kv_engine_ids`` what that calls its ranks.
+    ``api_key`` is what its engine wants to be shown.
     ``pair_tasks`` are those that its engine does in two legs; ``pairs_lists`` says that it does so for a list of
     prompts, ``pairs_copies`` for several answers to one, ``reads_prompts`` that a decode endpoint can do the whole task
     alone, ``takes_ranks`` that a request runs on the rank that it names, ``reports_lag`` that its load reports may show
@@ -73,6 +75,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int | None = None
     kv_address: str | None = None
     kv_engine_ids: tuple[str, ...] = ()
+    api_key: Secret | None = None
     pair_tasks: frozenset[Task] = frozenset({Task.GENERATE})
     pairs_lists: bool = True
     pairs_copies: bool = False

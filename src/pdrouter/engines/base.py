@@ -17,6 +17,7 @@ from pdrouter.core.names import Card
 from pdrouter.core.request import Task
 from pdrouter.engines.usage import PromptCount
 from pdrouter.errors import DuplicateField, InvalidJson
+from pdrouter.setting import Secret
 
 Piece = bytes | memoryview
 
@@ -35,6 +36,8 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     number of samples the engine makes of one request, ``None`` where the request isn't a batch. ``rid`` is the client's
     own id for engines, of a batch perhaps one for each prompt. An opaque body goes to one engine as it is.
     ``sample_of`` is how many requests the client's was made into, one for each sample.
+    ``credentials`` are the header lines with the client's key, apart from ``headers``; an engine that wants a key of
+    its own gets that instead, unless ``keeps_credentials``.
     """
 
     path: str
@@ -49,6 +52,8 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     wants_prompt_logprobs: bool
     is_opaque: bool = False
     sample_of: int = 1
+    credentials: bytes = b""
+    keeps_credentials: bool = False
 
     @property
     def id_line(self) -> bytes:
@@ -235,13 +240,24 @@ def with_traits(engine: Engine, endpoint: Endpoint) -> Endpoint:
 
 
 def request_head(method: str, path: str, endpoint: Endpoint, headers: bytes, content_length: int) -> bytes:
-    """Return the head of an HTTP/1.1 request, blank line included."""
-    return b"%b%bcontent-length: %d\r\n\r\n" % (_head_start(method, path, endpoint.address), headers, content_length)
+    """Return the head of an HTTP/1.1 request of the router's own, blank line included."""
+    start = _head_start(method, path, endpoint.address, endpoint.api_key)
+    return b"%b%bcontent-length: %d\r\n\r\n" % (start, headers, content_length)
+
+
+def leg_head(inbound: Inbound, endpoint: Endpoint, headers: bytes, content_length: int) -> bytes:
+    """Return the head of a leg, with the engine's key or the client's own, and ``headers`` beside."""
+    credentials, key = inbound.credentials, endpoint.api_key
+    if key is not None and not (inbound.keeps_credentials and credentials):
+        return request_head("POST", inbound.path, endpoint, headers, content_length)
+    start = _head_start("POST", inbound.path, endpoint.address, None)
+    return b"%b%b%bcontent-length: %d\r\n\r\n" % (start, credentials, headers, content_length)
 
 
 @lru_cache(maxsize=65536)
-def _head_start(method: str, path: str, address: str) -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nhost: {address}\r\n".encode()
+def _head_start(method: str, path: str, address: str, key: Secret | None) -> bytes:
+    authorization = "" if key is None else f"authorization: Bearer {key.reveal()}\r\n"
+    return f"{method} {path} HTTP/1.1\r\nhost: {address}\r\n{authorization}".encode()
 
 
 def forward(decision: Decision, inbound: Inbound) -> Plan:
@@ -250,7 +266,7 @@ def forward(decision: Decision, inbound: Inbound) -> Plan:
     endpoint, headers = place.endpoint, inbound.headers + inbound.id_line
     if place.rank is not None and endpoint.dp_size > 1:
         headers += rank_line(endpoint.rank_base + place.rank)
-    head = request_head("POST", inbound.path, endpoint, headers, len(inbound.body))
+    head = leg_head(inbound, endpoint, headers, len(inbound.body))
     return Plan("", None, Leg(place, head, (inbound.body,)))
 
 

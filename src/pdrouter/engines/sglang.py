@@ -24,6 +24,7 @@ from pdrouter.engines.base import (
     Piece,
     Plan,
     Traits,
+    leg_head,
     request_head,
     splice,
 )
@@ -121,7 +122,7 @@ class Sglang:
         is_decode = prefill is not None and prefill is not place
         fields, header = rank_fields(self._rank_fields, inbound.path, place, prefill, is_decode=is_decode)
         body = splice(rest, (shared + fields)[1:])
-        head = request_head("POST", inbound.path, place.endpoint, headers + header, len(body[0]) + len(body[1]))
+        head = leg_head(inbound, place.endpoint, headers + header, len(body[0]) + len(body[1]))
         return Leg(place, head, body)
 
     def abort(self, endpoint: Endpoint, plan: Plan) -> Sequence[bytes]:

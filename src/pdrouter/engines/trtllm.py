@@ -27,7 +27,7 @@ from pdrouter.engines.base import (
     Piece,
     Plan,
     Traits,
-    request_head,
+    leg_head,
     rest_without,
     splice,
 )
@@ -214,7 +214,7 @@ def _whole_leg(inbound: Inbound, place: Placement) -> Leg:
 
 def _leg(inbound: Inbound, place: Placement, body: tuple[Piece, ...]) -> Leg:
     headers = inbound.headers + inbound.id_line
-    return Leg(place, request_head("POST", inbound.path, place.endpoint, headers, sum(map(len, body))), body)
+    return Leg(place, leg_head(inbound, place.endpoint, headers, sum(map(len, body))), body)
 
 
 # The context engine's answer as the client's.

@@ -25,6 +25,7 @@ from pdrouter.engines.base import (
     LoadReply,
     Plan,
     Traits,
+    leg_head,
     rank_line,
     request_head,
     rest_without,
@@ -257,7 +258,7 @@ def _leg(inbound: Inbound, place: Placement, rid: str, body: tuple[bytes | memor
     headers = b"%bx-request-id: %b\r\n" % (inbound.headers, rid.encode("latin-1", "replace"))
     if place.rank is not None and (endpoint.dp_size > 1 or endpoint.rank_base):
         headers += rank_line(endpoint.rank_base + place.rank)
-    return Leg(place, request_head("POST", inbound.path, endpoint, headers, sum(map(len, body))), body)
+    return Leg(place, leg_head(inbound, endpoint, headers, sum(map(len, body))), body)
 
 
 def _mooncake(inbound: Inbound, prefill: Placement, decode: Placement, rid: str, attempt: Attempt) -> Plan:

@@ -21,6 +21,7 @@ from pdrouter.proxy.client import Client
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.head import check_encoding
 from pdrouter.proxy.pages import Accepted, Flushed, Generating, NotFlushed, Refusal, Urls
+from pdrouter.proxy.redaction import without_keys
 from pdrouter.proxy.replies import JSON_HEADERS, error_headers
 
 _WORKERS = b"/workers"
@@ -241,6 +242,7 @@ class FleetApi:
     async def _ask_one(self, endpoint: Endpoint, path: str, waiting: _Waiting) -> None:
         try:
             status, body = await self._doors.ask("GET", endpoint, path, _ASK_TIMEOUT_S)
+            body = without_keys(body, endpoint.api_key)
         except RouterError as error:
             status, body = error.status, _error(error)
         waiting.reply(status, body)
@@ -289,8 +291,6 @@ def _fields(client: Client) -> dict[str, Given]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body isn't a JSON object: {error}") from error
     fields = {name: _given(name, raw) for name, raw in given.items() if name not in _WITHOUT_EFFECT}
-    if fields.pop("api_key", None) is not None:
-        raise InvalidRequest("api_key: keys for engines aren't served; leave it out")
     return {
         _NAMES.get(name, name): value for name, value in fields.items() if value is not None or name == "bootstrap_port"
     }

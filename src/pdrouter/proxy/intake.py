@@ -49,9 +49,10 @@ _LISTS = frozenset((b"x-forwarded-for", b"cookie"))
 """Headers whose value is a list: lines of them may repeat. Source: RFC 9110, 5.3; RFC 6265, 5.4."""
 
 _FORWARDED = frozenset(
-    b"authorization x-api-key accept traceparent tracestate x-smg-routing-key user-agent"
+    b"accept traceparent tracestate x-smg-routing-key user-agent"
     b" x-correlation-id x-trace-id request-id anthropic-version anthropic-beta".split()
 )
+_CREDENTIALS = frozenset((AUTHORIZATION, API_KEY))
 _JSON_LINE = b"content-type: application/json\r\n"
 _ID_PREFIXES: Mapping[Api, str] = {
     Api.CHAT: "chatcmpl-",
@@ -81,6 +82,7 @@ class IntakeOptions(Struct, frozen=True):
     rate_header: bytes
     tenant_weights: Mapping[bytes, float]
     puts_low_first: bool
+    keeps_credentials: bool
 
 
 class Intake:
@@ -109,7 +111,7 @@ class Intake:
         prompt = read_prompt(decoded, self._options.image_tokens)
         batch = batch_size(decoded, prompt.samples)
         keys: dict[bytes, bytes] = {}
-        lines, header_rank = self._read_headers(headers, keys)
+        lines, credentials, header_rank = self._read_headers(headers, keys)
         fields = _set_fields(decoded)
         ranks = self._ranks(decoded, header_rank) if fields else (header_rank, header_rank)
         facts = self._facts(decoded, task, prompt, batch, request_id, ranks, keys)
@@ -124,6 +126,8 @@ class Intake:
             batch=batch,
             rid=client_rid(decoded, batch),
             wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
+            credentials=credentials,
+            keeps_credentials=self._options.keeps_credentials,
         )
 
     def _read_whole(
@@ -132,7 +136,7 @@ class Intake:
         """Return what routing must know of a body that one engine gets as it is, multipart or JSON."""
         keys: dict[bytes, bytes] = {}
         headers = list(headers)
-        lines, rank = self._read_headers(headers, keys)
+        lines, credentials, rank = self._read_headers(headers, keys)
         content_type = next((value for name, value in headers if name == b"content-type"), b"application/json")
         if content_type.lower().startswith(b"multipart/"):
             model, is_stream, text = form_value(b"model", body), boolean("stream", form_value(b"stream", body)), None
@@ -164,6 +168,8 @@ class Intake:
             rid=None,
             wants_prompt_logprobs=False,
             is_opaque=True,
+            credentials=credentials,
+            keeps_credentials=self._options.keeps_credentials,
         )
 
     def request_id(self, headers: Mapping[bytes, bytes], api: Api, new_letters: Callable[[], str]) -> str:
@@ -176,12 +182,12 @@ class Intake:
 
     def _read_headers(
         self, headers: Iterable[tuple[bytes, bytes]], keys: dict[bytes, bytes]
-    ) -> tuple[bytes, int | None]:
-        """Return the header lines to send on, and the rank that the client asked for by header; note its ``keys``.
+    ) -> tuple[bytes, bytes, int | None]:
+        """Return the header lines to send on, those with its key, and the rank that it asks for; note its ``keys``.
 
         Raises: InvalidRequest for a rank that is none, and for a key that stands twice: others may take the first.
         """
-        lines, rank = b"", None
+        lines, credentials, rank = b"", b"", None
         for name, value in headers:
             if name in self._keys:
                 if name in keys and name not in self._lists:
@@ -189,13 +195,15 @@ class Intake:
                 keys[name] = value
             if name in self._forwarded:
                 lines += name + b": " + value + b"\r\n"
+            elif name in _CREDENTIALS:
+                credentials += name + b": " + value + b"\r\n"
             elif name == _RANK_HEADER:
                 if not value.isdigit() or len(value) > _MAX_RANK_DIGITS:
                     raise InvalidRequest(
                         f"the header {_RANK_HEADER.decode()} must be a rank", param=_RANK_HEADER.decode()
                     )
                 rank = int(value)
-        return lines, rank
+        return lines, credentials, rank
 
     def _ranks(self, body: Body, header_rank: int | None) -> tuple[int | None, int | None]:
         """Return the prefill and the decode rank that the client asked for; a header beats the body, as in SGLang."""

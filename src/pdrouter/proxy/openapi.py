@@ -86,6 +86,7 @@ _CODES: Mapping[type[Struct], Callable[[type[RouterError]], str]] = {
 """How each shape writes codes."""
 
 _WITH_KEY: Sequence[Part] = ({}, {"key": ()}, {"x_api_key": ()})
+_SECRET: Mapping[str, object] = {"type": "string", "format": "password"}
 _NO_MORE: Mapping[str, Part] = {}
 
 _FORMS = frozenset((Api.TRANSCRIPTIONS, Api.TRANSLATIONS, Api.IMAGE_EDITS, Api.IMAGE_VARIATIONS))
@@ -124,7 +125,10 @@ def _schemas() -> Part:
     structs = {body_type(api) for api in Api} | {Stories}
     structs |= {value for value in vars(pages).values() if isinstance(value, type) and issubclass(value, Struct)}
     by_name = sorted(structs - {Struct, EndpointSettings}, key=lambda struct: struct.__name__)
-    _, schemas = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(
+        by_name, schema_hook=lambda _: dict(_SECRET), ref_template="#/components/schemas/{name}"
+    )
+    del schemas["NewWorker"]["properties"]["api_key_file"]  # the settings' only
     fields = schemas["NewWorker"]["properties"] | {"draining": {"type": ["boolean", "null"]}}
     del fields["worker_type"]
     changed = {"description": "What is to be changed of an endpoint; draining: whether it gets nothing new."}

@@ -26,6 +26,7 @@ from pdrouter.sim.emulator_openai import OpenAiKind
 from pdrouter.sim.emulator_replies import Reply, chunk_ends
 from pdrouter.sim.emulator_settings import EmulatorSettings, EngineError
 from pdrouter.sim.emulator_sglang import SglangKind
+from pdrouter.sim.engine_key import is_refused
 from pdrouter.sim.faults import FaultRule, Faults
 from pdrouter.sim.http_exchange import Broken, Exchange
 from pdrouter.sim.job import Job
@@ -157,7 +158,9 @@ class Emulator:
         exchange = Exchange(scope, receive, send, partial(self._transport, scope["client"]), self.kind.error_body)
         with contextlib.suppress(Broken):
             rules = self.faults.take(exchange.path) if self.faults.rules else []
-            if not await self._spoil(exchange, rules):
+            if is_refused(self.settings, exchange.path, exchange.headers):
+                await exchange.reply_json(401, {"error": "Unauthorized"})
+            elif not await self._spoil(exchange, rules):
                 await self._route(routes, exchange, rules)
 
     def _transport(self, client: tuple[str, int] | None) -> asyncio.Transport | None:

@@ -24,6 +24,8 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     queue has it; else it starts at once and its KV waits in flight. ``tick_s``: timers fire no oftener, so
     chunks of steps shorter than that leave together. ``bootstrap_port``: where the other side fetches KV.
 
+    ``api_key``: what ``--api-key`` asks for, of SGLang and vLLM.
+
     SGLang: ``dp_attention``: its ranks share one tensor-parallel group, else they are replicas. ``load_balance_method``
     of its ranks; auto is follow_bootstrap_room for a prefill, else round_robin. ``load_api`` auto: as its version has
     it. ``takes_overrides``: what ``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` switches on.
@@ -65,6 +67,7 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     tells_cached_tokens: bool = True
     tracks_server_load: bool = False
     takes_aborts: bool = False
+    api_key: str | None = None
 
     def __post_init__(self) -> None:
         if self.dp_size < 1 or self.speed <= 0 or self.stream_interval < 1 or self.bytes_per_token < 1:
@@ -79,6 +82,8 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("shared_storage needs storage_dir")
         if self.kv_connector == "p2p_nccl" and self.role == "regular":
             raise ValueError("p2p_nccl needs a role: prefill or decode")
+        if self.api_key is not None and self.engine not in ("sglang", "vllm"):
+            raise ValueError("api_key is SGLang's and vLLM's")
         load_profile(self.profile)
 
     @property

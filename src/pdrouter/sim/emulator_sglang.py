@@ -101,6 +101,7 @@ class SglangKind:
                 "disaggregation_bootstrap_port": engine.handshake.port or DEFAULT_BOOTSTRAP_PORT,
                 "load_balance_method": "follow_bootstrap_room" if settings.follows_rooms else "round_robin",
                 "version": settings.version,
+                "api_key": settings.api_key,  # the server's arguments, as they are
                 "max_total_num_tokens": engine.kv_capacity_tokens,
                 "max_running_requests": engine.profile.max_batch,
                 "max_prefill_tokens": 2 * engine.profile.prefill_chunk_tokens,

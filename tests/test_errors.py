@@ -46,6 +46,7 @@ KNOWN = {
     "ConnectTimeout": (502, "upstream_unreachable", "server_error", True, True),
     "UpstreamClosed": (502, "upstream_closed", "server_error", True, True),
     "UpstreamProtocol": (502, "upstream_protocol", "server_error", True, True),
+    "EmptyStream": (502, "empty_stream", "server_error", True, True),
     "UpstreamTimeout": (504, "upstream_timeout", "server_error", True, True),
     "PrefillTimeout": (504, "prefill_timeout", "server_error", True, True),
     "FirstTokenTimeout": (504, "first_token_timeout", "server_error", True, True),

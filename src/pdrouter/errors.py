@@ -318,6 +318,12 @@ class UpstreamProtocol(UpstreamError):
     code = "upstream_protocol"
 
 
+class EmptyStream(UpstreamError):
+    """The engine's stream came to its end without any event."""
+
+    code = "empty_stream"
+
+
 class UpstreamTimeout(UpstreamError):
     """The engine's reply didn't come in time."""
 

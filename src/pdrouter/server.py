@@ -149,6 +149,8 @@ class Service:
         self.metrics.add_gauges("pdrouter_clients_bytes", "Memory that clients' bytes take now.", self.clients.held)
         hand_overs = self.dispatcher.hand_overs
         self.metrics.add_counters("pdrouter_handovers", "Prompts' KV that went astray.", hand_overs.counters)
+        leftovers = self.dispatcher.leftovers
+        self.metrics.add_counters("pdrouter_leftovers", "Ends of replies behind their answers.", leftovers.counters)
         if (waitroom := self.dispatcher.waitroom) is not None:
             self.metrics.add_counters("pdrouter_queue", "Requests that might have to wait.", waitroom.counters)
         self.metrics.add_counters("pdrouter_retries", "Further attempts.", self.dispatcher.retries.counters)

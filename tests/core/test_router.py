@@ -535,8 +535,17 @@ class TestLearning:
                 decision = decide(router, facts(100, model=model, text=text), 1.0)
                 router.observe(events.UsageSeen(decision, 150, 80, 20), 2.0)
             assert router.tokens.estimate("m", text) == pytest.approx(150, rel=0.1)
-            assert router.tokens.event_tokens("m") == router.tokens_per_event(decision) == pytest.approx(4, rel=0.1)
-            assert router.tokens.event_tokens("made up") == 1.0
+            assert router.event_tokens.of("w") == pytest.approx(4, rel=0.1)
+
+    def test_tokens_of_an_event_go_with_the_endpoint(self) -> None:
+        """One that left is forgotten, and what comes late of it isn't kept."""
+        router = make_router([regular("w"), regular("x")])
+        late = decide(router, facts(), 1.0)
+        address = late.decode.endpoint.address
+        for _ in range(2):
+            router.observe(events.UsageSeen(late, 100, 80, 20), 2.0)
+            router.observe(events.EndpointLeft(address), 3.0)
+            assert router.event_tokens.of(address) == 1.0
 
     def test_an_exact_count_teaches_nothing(self) -> None:
         """Token ids say nothing of bytes."""

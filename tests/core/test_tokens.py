@@ -205,21 +205,6 @@ def test_counted_texts_are_learned_of_apart() -> None:
     assert estimator.estimate("m", 4000) == 1000
 
 
-# Events
-
-
-def test_tokens_of_an_event_are_learned_slowly() -> None:
-    """Engines may send several tokens at once."""
-    estimator = make_estimator()
-    assert estimator.event_tokens("m") == 1.0
-    for _ in range(100):
-        estimator.learn_event_tokens("m", 10, 40)
-    assert estimator.event_tokens("m") == pytest.approx(4.0, abs=0.01)
-    for events, tokens in ((0, 40), (-1, 40), (10, 9)):
-        estimator.learn_event_tokens("m", events, tokens)
-    assert estimator.event_tokens("m") == pytest.approx(4.0, abs=0.01)
-
-
 @pytest.mark.invariant("I9")
 def test_models_are_bounded() -> None:
     """Further ones are estimated with what is configured, and counted."""
@@ -227,7 +212,5 @@ def test_models_are_bounded() -> None:
     for model in ("a", "b", "c"):
         for _ in range(20):
             estimator.learn(model, 2000, 1000)
-        estimator.learn_event_tokens(model, 10, 110)
     assert [estimator.estimate(m, 4000) for m in "abc"] == [pytest.approx(2000, rel=0.02)] * 2 + [1000]
-    assert [estimator.event_tokens(m) for m in "abc"] == [2.0, 2.0, 1.0]
-    assert estimator.overflows == 21
+    assert estimator.overflows == 20

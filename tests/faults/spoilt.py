@@ -54,6 +54,11 @@ def _told(script: Script, cut: str, error: str) -> Fault:
     return Fault(script, (CUT, error), (cut, error), (error,), (error,))
 
 
+def _cut_short(script: Script) -> Fault:
+    """Return a fault that comes inside the first event of a stream, before anything of it is passed on."""
+    return Fault(script, (CUT, CLOSED), (CLOSED,), (CLOSED,), (CLOSED,))
+
+
 def _passed(body: bytes, script: Script) -> Fault:
     """Return an answer that is none, but comes to its end."""
     whole = ("200 whole",)
@@ -83,12 +88,12 @@ FAULTS: Mapping[str, Fault] = {
         says(http(200, b"x" * 10) + b"y" * 10), PROTOCOL, "200 whole", CUT, f"{CUT} upstream_protocol", LEFT
     ),
     "less_than_said": _told(ends_after(http(200, b"x" * 9000)[:-5000]), f"{CUT} upstream_closed", CLOSED),
-    "half_an_event": _told(ends_after(SSE + chunk(EVENT)[:30]), f"{CUT} upstream_closed", CLOSED),
-    "half_and_reset": _told(ends_after(SSE + chunk(EVENT)[:30], resets=True), f"{CUT} upstream_closed", CLOSED),
+    "half_an_event": _cut_short(ends_after(SSE + chunk(EVENT)[:30])),
+    "half_and_reset": _cut_short(ends_after(SSE + chunk(EVENT)[:30], resets=True)),
     "bad_later_chunk": _told(says(SSE + chunk(EVENT) + b"ZZ\r\nxx\r\n"), f"{CUT} upstream_protocol", PROTOCOL),
     "no_sse": _passed(_GARBAGE, says(SSE + chunk(_GARBAGE) + b"0\r\n\r\n")),
     "long_line": _passed(_LONG_LINE, says(SSE + chunk(_LONG_LINE) + b"0\r\n\r\n")),
-    "empty": _passed(b"", says(http(200, b""))),
+    "empty": _passed(b"", says(http(200, b"")))._replace(stream=("502 empty_stream",)),
 }
 
 STALLS: Mapping[str, Fault] = {

@@ -6,6 +6,7 @@ and the client's takes part, without a network.
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -76,8 +77,25 @@ _COUNTED = word(
     b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":123}}}',
     b'{"text":"x","meta_info":{"prompt_tokens":9,"cached_tokens" : 4}}',
 )
+_FAILED = word(
+    b'{"error": {"object": "error", "message": "KV is lost", "code": 500}}',
+    b'{"error":{"message":"too long","type":"invalid_request_error","code":400}}',
+    b'{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"KV is lost","status_code":500}}}',
+    b'{"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}',
+    b'{"type":"error","code":null,"message":"x"}',
+)
+_OPENING = word(
+    b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}',
+    b'{"choices":[]}',
+    b'{"type":"message_start"}',
+    b'{"text":"","output_ids":[],"meta_info":{}}',
+)
 _ENDS = (b"\n\n", b"\n\n", b"\r\n\r\n", b"\n", b"\n\n\n", b"")
 _STARTS = (b"data: ", b"data: ", b"data:", b"event: x\ndata: ", b": ping", b"")
+_DONE = b"data: [DONE]\n\n"
+_NO_DATA = frozenset({b"data:", b"data: ", b"data: [DONE]", b"data:[DONE]"})
+_MARKS = (b'"error"', b'"abort"')
+_TO_THE_END = re.compile(rb".*?(?<![^\n])data: ?\[DONE\]\r?\n\r?\n", re.DOTALL)
 
 
 class Way(NamedTuple):
@@ -131,13 +149,20 @@ def one_input(raw: bytes) -> None:
     full = [source.once_in(2) for _ in range(source.below(4))]
     prefill_after = source.below(4)
     prefill = source.spoilt(source.pick((_PREFILL, _SAMPLE, _COUNTED))(source))
-    answer = stream(source) if is_stream else source.spoilt(either(_SAMPLE, _CHUNK, array(_SAMPLE), _COUNTED)(source))
+    whole_answer = either(_SAMPLE, _CHUNK, array(_SAMPLE), _COUNTED)
+    answer = stream(source) if is_stream else source.spoilt(whole_answer(source))
+    if source.below(8) == 7:
+        prefill = _FAILED(source)
+    if source.below(8) == 7 and not is_stream:
+        answer = _FAILED(source)
+    if is_failed(prefill):  # or it would depend on the pieces who is first
+        prefill_after = 0
     case = Case(way, is_stream, prefill, answer, prefill_after)
     whole = asyncio.run(serve(case, [prefill], [answer], []))
     hold(case, whole)
     cut = asyncio.run(serve(case, source.pieces(prefill), source.pieces(answer), full))
     if prefill_after:  # then the answer may be over before the prefill has told anything
-        cut, whole = cut._replace(usage=()), whole._replace(usage=())
+        cut, whole = (told._replace(usage=(), body=with_cached_tokens(told.body, 5)) for told in (cut, whole))
     assert cut == whole
 
 
@@ -149,7 +174,15 @@ def stream(source: Source) -> bytes:
         source.pick(_STARTS) + source.spoilt(either(_SAMPLE, _CHUNK, _COUNTED)(source)) + source.pick(_ENDS)
         for _ in range(source.below(5))
     ]
-    return b"".join(written) + source.pick((b"data: [DONE]\n\n", b""))
+    for event in (_OPENING, _FAILED):
+        if source.below(4) == 3:
+            written.insert(source.below(len(written) + 1), b"data: " + event(source) + source.pick(_ENDS))
+    return b"".join(written) + source.pick((_DONE, b"", b"data: [DONE]", _DONE + b": more"))
+
+
+def is_failed(reply: bytes) -> bool:
+    """Whether a reply may be a failure inside a good status."""
+    return any(mark in reply for mark in _MARKS)
 
 
 class Watched(Router):
@@ -326,22 +359,42 @@ def reply(written: bytes) -> tuple[int, bytes]:
 
 
 def hold(case: Case, told: Told) -> None:
-    """Hold that an answer came through with nothing changed but what is to be."""
+    """Hold that an answer came through with nothing changed but what is to be; another status has its reason."""
     if told.code:
         assert not told.status
-        return
-    assert told.status == 200
-    way, cached = case.way, with_cached_tokens(case.answer, 5)
+        if told.code == "empty_stream":
+            assert {line for line in case.answer.splitlines() if line.startswith(b"data:")} <= _NO_DATA
+    elif told.status != 200:
+        assert told.status in (400, 500)
+        assert is_failed(case.answer) or is_failed(case.prefill)
+    else:
+        answer = case.answer
+        to_the_end = _TO_THE_END.match(answer) if case.is_stream else None
+        if to_the_end is not None and not told.body.endswith(answer[to_the_end.end() :]):
+            answer = to_the_end[0]
+        hold_answer(case.way, answer, told.body)
+
+
+def hold_answer(way: Way, answer: bytes, body: bytes) -> None:
+    """Hold that a body is an answer in which nothing is changed but what is to be."""
     if not way.is_pair:
-        assert told.body == case.answer
+        assert body == answer
     elif way.body is not _LOGPROBS_TOO and way.engine != "trtllm":
-        assert with_cached_tokens(told.body, 5) == cached
+        assert with_cached_tokens(body, 5) == with_cached_tokens(answer, 5)
     elif way.body is _LOGPROBS_TOO:
-        for before, after in zip(case.answer.split(b"\n\n"), told.body.split(b"\n\n"), strict=True):
+        for before, after in zip(answer.split(b"\n\n"), body.split(b"\n\n"), strict=True):
             hold_sample(before, after)
 
 
 def hold_sample(before: bytes, after: bytes) -> None:
     """Hold that only the prompt's logprobs and its cached tokens differ."""
     if with_cached_tokens(before, 5) != with_cached_tokens(after, 5):
-        assert without(CHANGED, before.removeprefix(b"data:")) == without(CHANGED, after.removeprefix(b"data:"))
+        (start, told), (start_after, told_after) = _split(before), _split(after)
+        assert start == start_after
+        assert without(CHANGED, told) == without(CHANGED, told_after)
+
+
+def _split(sample: bytes) -> tuple[bytes, bytes]:
+    """Return what stands before the JSON of an event, or of a whole reply, and the JSON."""
+    start, mark, data = sample.partition(b"data:")
+    return (start, data) if mark and not start.lstrip().startswith((b"{", b"[")) else (b"", sample)

@@ -149,14 +149,15 @@ def test_what_is_learned_of_a_stream_in_pieces(size: int) -> None:
     stream = b'data: {"text":"data and a"}\n\ndata: ' + usage + b"\n\ndata: [DONE]\n\n"
     router = make_router([regular("r")])
     decision = decide(router, facts(), 0.0)
-    observer = Observer(router, Metrics(router, lambda: 0.0), decision, lambda: 1.0, is_stream=True)
+    observer = Observer(router, Metrics(router, lambda: 0.0), decision, lambda: 1.0, CHAT, is_stream=True)
     for at in range(0, len(stream), size):
         observer.piece(stream[at : at + size])
     assert observer.event_end() == b""
     observer.finished()
     assert decision.usage is not None
     assert (decision.usage.prompt_tokens, decision.usage.completion_tokens) == (9, 2)
-    assert decision.decode.reservation.tokens == 100 + 3
+    assert decision.decode.reservation.tokens == 100 + 2
+    observer.first_piece()
     observer.piece(b"data: {")
     assert observer.event_end() == b"\n\n"
 
@@ -166,7 +167,7 @@ def test_a_count_that_none_can_be(tokens: int) -> None:
     """The core isn't told of it; that the prompt was read, it is."""
     router = make_router([regular("r")])
     decision = decide(router, facts(), 0.0)
-    Observer(router, Metrics(router, lambda: 0.0), decision, lambda: 1.0, is_stream=True).prefill_done(
+    Observer(router, Metrics(router, lambda: 0.0), decision, lambda: 1.0, CHAT, is_stream=True).prefill_done(
         PromptCount(tokens, tokens)
     )
     assert decision.prefill_usage is None

@@ -18,6 +18,7 @@ from pdrouter.core.decision import Decision, Note, Placement, PrefillUsage, Reje
 from pdrouter.core.drains import DrainRates
 from pdrouter.core.ejections import EjectionOptions, Ejections, Name
 from pdrouter.core.entrance import Entrance, EntranceOptions, MustWait
+from pdrouter.core.event_tokens import EventTokens
 from pdrouter.core.fleet import BREAKER, ROLE_OF, Disaggregation, Endpoint, Fleet, Role
 from pdrouter.core.holders import cached_tokens
 from pdrouter.core.journal import Journal
@@ -111,6 +112,7 @@ class Router:
         self.prefixes = PrefixIndex(options.prefix_bytes - short_bytes)
         self.short_prompts = PrefixIndex(short_bytes)
         self.tokens = TokenEstimator(options.bytes_per_token, options.max_models)
+        self.event_tokens = EventTokens()
         self.live: dict[int, Decision] = {}
         self.journal = Journal(options.journal_decisions)
         self.decided = 0
@@ -303,6 +305,7 @@ class Router:
                 self.drains.remove(event.address)
                 self.books.left(event.address)
                 self._forget_prefixes(event.address)
+                self.event_tokens.forget(event.address)
             case _:
                 assert_never(event)
         if not self.ejections.is_idle:
@@ -404,7 +407,9 @@ class Router:
         model = event.decision.decode.endpoint.model
         if facts.text is not None:
             self.tokens.learn(model, facts.text, event.prompt_tokens)
-        self.tokens.learn_event_tokens(model, event.events, event.completion_tokens)
+        address = event.decision.decode.endpoint.address
+        if self.fleet.get(address) is not None:
+            self.event_tokens.learn(address, event.events, event.completion_tokens)
         self.outputs.learn(model, event.completion_tokens)
         first_at_s = event.decision.first_token_at_s
         if self._is_work_kept and first_at_s is not None:
@@ -478,10 +483,6 @@ class Router:
     def base_model(self, facts: RequestFacts) -> str | None:
         """Return the base model that serves a request, ``None`` if that isn't known."""
         return self.fleet.names.base(facts.model, facts.adapter)
-
-    def tokens_per_event(self, decision: Decision) -> float:
-        """Return how many tokens one event of a decision's stream carries."""
-        return self.tokens.event_tokens(decision.decode.endpoint.model)
 
     def validate(self) -> None:
         """Check the books (I1, I2, I11).

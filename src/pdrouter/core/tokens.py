@@ -55,9 +55,6 @@ _MOST_TOKENS_PER_BYTE = 4.0
 _MOST_FIXED_TOKENS = 512.0
 """Counts beyond these are a lie or another unit."""
 
-_EVENT_STEP = 0.1
-"""The weight of one answer in the tokens of an event; chosen."""
-
 
 class TextShape(msgspec.Struct, frozen=True):
     """What a text's tokens are judged by.
@@ -148,7 +145,7 @@ class _Rates:
 
 
 class TokenEstimator:
-    """Tokens of texts and of streamed events, by model; at most ``max_models`` are kept (I9).
+    """Tokens of texts, by model; at most ``max_models`` are kept (I9).
 
     A model has rates for texts by their bytes, and others for texts that were counted.
     """
@@ -160,7 +157,6 @@ class TokenEstimator:
         self._max_models = max_models
         self._rates: dict[str | None, _Rates] = {}
         self._counted_rates: dict[str | None, _Rates] = {}
-        self._event_tokens: dict[str | None, float] = {}
 
     def estimate(self, model: str | None, text: TextShape | int) -> int:
         """Return the tokens of a text, at least 1; of one that only its size in bytes is known of, as if English.
@@ -191,20 +187,6 @@ class TokenEstimator:
         if len(text.shares) == _COUNTED_SHARES:
             return self._counted_rates, self._counted_prior
         return self._rates, self._prior
-
-    def event_tokens(self, model: str | None) -> float:
-        """Return how many tokens one streamed event carries (engines may send several at once)."""
-        return self._event_tokens.get(model, 1.0)
-
-    def learn_event_tokens(self, model: str | None, events: int, completion_tokens: int) -> None:
-        """Take in how many tokens a stream of ``events`` had."""
-        if events <= 0 or completion_tokens < events:
-            return
-        if model not in self._event_tokens and len(self._event_tokens) >= self._max_models:
-            self.overflows += 1
-            return
-        known = self.event_tokens(model)
-        self._event_tokens[model] = known + _EVENT_STEP * (completion_tokens / events - known)
 
 
 def solve(rows: list[list[float]]) -> list[float]:

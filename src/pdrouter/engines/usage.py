@@ -1,15 +1,23 @@
 """What engines count of a request, in the bytes of its answer; read and written without decoding the rest.
 
 Source: OpenAI's ``usage`` (``prompt_tokens``, ``completion_tokens``, ``prompt_tokens_details.cached_tokens``), and
-SGLang's ``meta_info``, which has the same names.
+SGLang's ``meta_info``, which has the same names; ``input_tokens`` and ``output_tokens`` on ``/v1/responses`` and
+``/v1/messages``, there without the cached ones (SGLang 0.5.23, ``anthropic/serving.py``).
 """
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 PROMPT_TOKENS = b'"prompt_tokens"'
 COMPLETION_TOKENS = b'"completion_tokens"'
 CACHED_TOKENS = b'"cached_tokens"'
+
+_NAMES: Mapping[str, tuple[bytes | None, bytes]] = {
+    "/v1/responses": (b'"input_tokens"', b'"output_tokens"'),
+    "/v1/messages": (None, b'"output_tokens"'),
+}
+"""How a path's prompt and answer tokens are called, where not as above."""
 
 TAIL_BYTES = 8192
 """Where the count stands: at the end of an answer."""
@@ -64,6 +72,12 @@ def prompt_count(tail: bytes) -> PromptCount | None:
     if cached_tokens is None:
         return None
     return PromptCount(last_number(PROMPT_TOKENS, tail) or 0, cached_tokens)
+
+
+def answer_count(path: str, tail: bytes) -> tuple[int | None, int | None]:
+    """Return the prompt's and the answer's tokens that the end of an answer tells, ``None`` for what it doesn't."""
+    prompt, completion = _NAMES.get(path, (PROMPT_TOKENS, COMPLETION_TOKENS))
+    return None if prompt is None else last_number(prompt, tail), last_number(completion, tail)
 
 
 def last_number(name: bytes, text: bytes) -> int | None:

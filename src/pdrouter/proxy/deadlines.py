@@ -99,7 +99,7 @@ def end_of_stage(
     ``is_met``: both legs run at once, and neither goes on before it has met the other.
     """
     place, waits_for = decision.prefill, [decision.decode]
-    if client.is_started:
+    if observer.has_begun:
         since_s, limit_s = observer.quiet_since_s(now_s, is_excused=client.is_full), limits.idle_s
         kind: type[RouterError] = StreamStalled
         what, name = "sent nothing", "stream_idle_timeout_secs"

@@ -19,6 +19,7 @@ from pdrouter.proxy.deadlines import Deadlines, Sweep, TimeLimits
 from pdrouter.proxy.flight import Flight, OnEnd
 from pdrouter.proxy.handovers import HandOvers
 from pdrouter.proxy.ids import Ids
+from pdrouter.proxy.leftovers import Leftovers
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.retries import Retries
 from pdrouter.proxy.samples import Samples
@@ -73,6 +74,7 @@ class Dispatcher:
         self.under_way: Sweep[Flight] = Sweep(lambda: self.options.limits)
         self.on_unreachable: Callable[[str, ConnectFailed], None] = lambda _address, _error: None
         self.late_prefills: Deadlines[Flight] = Deadlines(_PREFILL_GRACE_S, Flight.end_prefill)
+        self.leftovers = Leftovers()
         self.engines = engines
         self.ids = ids
         entrance = router.entrance

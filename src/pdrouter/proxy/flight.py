@@ -1,8 +1,8 @@
 """[5] One request under way: places it, sends the legs of its Plan, answers the client, ends what must be ended (I12).
 
 Either both legs start at once, or the decode leg is made from the prefill's answer (``legs.py``); if one fails, the
-other is ended. The client's reply starts with the decode leg's first body byte; until then any failure is a proper
-error, or another attempt (I7, I8). All goes by callbacks: an engine's bytes are written to the client in the turn of
+other is ended. The answer begins with the decode leg's first token; until then any failure is a proper error, or
+another attempt (I7, I8). All goes by callbacks: an engine's bytes are written to the client in the turn of
 the loop in which they come, and no task waits. Each attempt has one end, which settles (I2).
 """
 
@@ -155,7 +155,8 @@ class Flight:
         self._attempts += 1
         self._decision = decision
         is_stream = self._inbound.is_stream
-        self._observer = Observer(owner.router, owner.metrics, decision, owner.clock, is_stream=is_stream)
+        path = self._inbound.path
+        self._observer = Observer(owner.router, owner.metrics, decision, owner.clock, path, is_stream=is_stream)
         options = owner.options
         lines = own_lines(self._inbound.request_id, decision if options.decision_headers else None)
         self._answer = Answer(self._client, decision, self._observer, lines, self._max_reply_bytes, is_stream=is_stream)
@@ -184,6 +185,7 @@ class Flight:
                 leg.placement,
                 owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body),
                 self._prefill_done,
+                self._observer.dialect,
                 keeps=plan.merges_logprobs or plan.decode is None,
                 max_bytes=self._max_reply_bytes,
             )
@@ -224,7 +226,10 @@ class Flight:
 
     def client_gone(self) -> None:
         """Nobody waits any more."""
-        self._fail(ClientGone("the client closed its connection"))
+        if self._attempts and self._answer.has_begun and self._observer.ends():
+            self._finish()
+        else:
+            self._fail(ClientGone("the client closed its connection"))
 
     def check_time(self, now_s: float) -> float:
         """End it if it takes too long, or its present stage does; return until when there is time."""
@@ -267,7 +272,7 @@ class Flight:
     def _note_count(self, count: PromptCount | None) -> None:
         """The prompt is read; what the prefill had of it is what the client is told, too."""
         self._observer.prefill_done(count)
-        if count is not None and not self._client.is_started:
+        if count is not None and not self._answer.has_begun:
             self._answer.cached_tokens = CachedTokens(count.cached_tokens)
 
     def _finish(self) -> None:
@@ -277,7 +282,11 @@ class Flight:
         is_told = decision.prefill is not None and decision.decode.endpoint.tells_transfer
         if is_told and last_number(CACHED_TOKENS, observer.tail()) == 0:
             self._read_again("the decode engine had nothing of it")
-        self._end(None)
+        failure = self._answer.failure()
+        if failure is None:
+            self._end(None)
+        else:
+            self._end(failure, decision.decode)
 
     def _read_again(self, reason: str) -> None:
         prefill, decode = self._decision.prefill, self._decision.decode
@@ -291,7 +300,7 @@ class Flight:
         """Try once more if that may help; ``places`` are those at fault, none if it is no engine's."""
         if self._is_over:
             return
-        if not places or self._client.is_started or not is_retried(error):  # I7
+        if not places or self._answer.has_begun or not is_retried(error):  # I7
             self._end(error, *places)
             return
         for place in places:
@@ -363,7 +372,11 @@ class Flight:
         exchange, prefill = self._answer.exchange, self._prefill
         if exchange is not None:
             exchange.listen(None)  # nor is a cycle left for the collector
-            if not exchange.is_complete:
+            if exchange.is_complete:
+                pass
+            elif self._observer.is_over:
+                self._owner.leftovers.drain(exchange)
+            else:
                 exchange.close()
                 if exchange.is_sent:
                     self._abort(self._decision.decode)
@@ -375,7 +388,8 @@ class Flight:
             else:
                 self.end_prefill()
         elif error is not None and self._plan.decode is None and prefill.is_good:
-            if exchange is None or (exchange.is_complete and exchange.status in RETRIED_STATUSES):
+            is_refused = isinstance(error, EngineReply) and error.reply_status in RETRIED_STATUSES
+            if exchange is None or (is_refused and not self._answer.has_begun):
                 self._release(prefill)  # a decode engine that refuses like this may not have told the prefill
             elif not exchange.is_sent or isinstance(error, UpstreamClosed):
                 self._owner.hand_overs.strand()  # it may have died before it fetched the KV
@@ -407,13 +421,23 @@ class Flight:
         if isinstance(error, ClientGone):
             return None
         if client.is_started:
-            if client.is_full:
-                client.abort()
-            elif self._inbound.is_stream:
-                client.write(self._observer.event_end() + error_event(error, self._inbound.path, self._observer.tail()))
-            client.cut()
+            self._owner.metrics.failed(error.code)
+            if not (self._attempts and self._answer.is_whole):
+                self._tell_in_stream(error)
             return None
         if not isinstance(error, EngineReply):
             return error
         self._answer.pass_error(error)
         return None
+
+    def _tell_in_stream(self, error: RouterError) -> None:
+        """End a reply that has begun: a stream by an error event, and any without its proper end."""
+        client = self._client
+        if client.is_full:
+            client.abort()
+            return
+        if self._inbound.is_stream:
+            has_begun = self._attempts and self._answer.has_begun
+            end, tail = (self._observer.event_end(), self._observer.tail()) if has_begun else (b"", b"")
+            client.write(end + error_event(error, self._inbound.path, tail))
+        client.cut()

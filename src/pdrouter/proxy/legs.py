@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from pdrouter.core.decision import Placement
+from pdrouter.engines.failures import ERROR, Dialect, Failure, true_status
+from pdrouter.engines.streams import leg_failure
 from pdrouter.engines.usage import Tail
 from pdrouter.errors import ConnectFailed, RouterError, UpstreamError, UpstreamProtocol
 from pdrouter.upstream.connection import Exchange
@@ -22,11 +24,24 @@ class EngineReply(UpstreamError):
 
     code = "engine_reply"
 
+    _verb = "answered"
+
     def __init__(self, place: Placement, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        super().__init__(f"{place.kind} on {place.label} answered {status}: {body[:512].decode('utf-8', 'replace')}")
-        self.reply_status = status
+        self.reply_status = true_status(status, body)
         self.reply_headers = headers
         self.body = body
+        told = body[:512].decode("utf-8", "replace")
+        super().__init__(f"{place.kind} on {place.label} {self._verb} {self.reply_status}: {told}")
+
+
+class EngineFailure(EngineReply):
+    """An engine's own error inside a reply whose status is good."""
+
+    code = "engine_failure"
+    _verb = "failed inside a good reply with"
+
+    def __init__(self, place: Placement, failure: Failure) -> None:
+        super().__init__(place, failure.status, [(b"content-type", b"application/json")], failure.body)
 
 
 def is_retried(error: RouterError) -> bool:
@@ -69,16 +84,28 @@ class PrefillLeg:
     """Reads a prefill reply to its end and calls ``on_done`` once, with what went wrong or ``None``.
 
     A good reply is dropped unless ``keeps`` asks for it, but for its end. ``is_good`` says that it has
-    come, and isn't an error.
+    come, and isn't an error, nor has one inside (``spoken`` is how it would tell that).
     """
 
-    __slots__ = ("_exchange", "_held", "_keeps", "_max_bytes", "_on_done", "_tail", "is_done", "is_good", "placement")
+    __slots__ = (
+        "_exchange",
+        "_held",
+        "_keeps",
+        "_max_bytes",
+        "_on_done",
+        "_spoken",
+        "_tail",
+        "is_done",
+        "is_good",
+        "placement",
+    )
 
     def __init__(
         self,
         placement: Placement,
         exchange: Exchange,
         on_done: Callable[[RouterError | None], None],
+        spoken: Dialect,
         *,
         keeps: bool,
         max_bytes: int,
@@ -88,6 +115,7 @@ class PrefillLeg:
         self.is_good = False
         self._exchange = exchange
         self._on_done: Callable[[RouterError | None], None] | None = on_done
+        self._spoken = spoken
         self._keeps = keeps
         self._max_bytes = max_bytes
         self._held: Held | None = None
@@ -127,8 +155,12 @@ class PrefillLeg:
                 self._tail.add(piece)
                 if self._keeps or exchange.status >= STATUS_OK_BELOW:
                     self._keep(piece)
+                elif ERROR in piece or self._spoken.mark in piece:
+                    self._check()
             if piece is None:
                 return
+            if exchange.status < STATUS_OK_BELOW:
+                self._check()
         except RouterError as error:
             self._end(error.with_traceback(None))  # it would hold the exchange, which holds the error
             return
@@ -137,6 +169,15 @@ class PrefillLeg:
         else:
             self.is_good = True
             self._end(None)
+
+    def _check(self) -> None:
+        """Look for a failure in what has come of a good reply.
+
+        Raises: EngineFailure.
+        """
+        failure = leg_failure(self.tail, self._spoken)
+        if failure is not None:
+            raise EngineFailure(self.placement, failure)
 
     def _keep(self, piece: bytes) -> None:
         if self._held is None:

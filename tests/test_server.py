@@ -22,7 +22,7 @@ from pdrouter.proxy.limits import room_for
 from pdrouter.proxy.listener import listen
 from pdrouter.server import running
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
-from tests.lab import CHAT, Reply, chat, connect, get, make_settings, post, start, until
+from tests.lab import CHAT, Reply, chat, connect, fault, get, make_settings, mend, post, start, until
 
 LINE = "pdrouter listens on "
 
@@ -52,11 +52,13 @@ class Process:
         async with asyncio.timeout(10):
             out, err = await self.process.communicate()
         assert self.process.returncode is not None
-        return self.process.returncode, out.decode(), err.decode()
+        return self.process.returncode, out.decode(), (err or b"").decode()
 
 
 @contextlib.asynccontextmanager
-async def serve(*words: str, env: dict[str, str] | None = None, before: Sequence[str] = ()) -> AsyncIterator[Process]:
+async def serve(
+    *words: str, env: dict[str, str] | None = None, before: Sequence[str] = (), stderr: int = asyncio.subprocess.PIPE
+) -> AsyncIterator[Process]:
     """Start ``pdrouter serve``; it is gone when the block is left."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PDROUTER_")}
     process = await asyncio.create_subprocess_exec(
@@ -67,7 +69,7 @@ async def serve(*words: str, env: dict[str, str] | None = None, before: Sequence
         "serve",
         *words,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stderr=stderr,
         env=clean | (env or {}),
     )
     try:
@@ -122,6 +124,74 @@ async def test_what_bounds_memory_is_told() -> None:
         _, _, errors = await router.ended()
     told = [json.loads(line) for line in errors.splitlines() if "limits of memory" in line]
     assert [line["client_body_budget_bytes"] for line in told] == [7_000_000]
+
+
+class Stderr:
+    """Where a router's log goes: a full disk, a pipe without a reader, or one whose reader has left."""
+
+    def __init__(self, kind: str) -> None:
+        self.files = [os.open("/dev/full", os.O_WRONLY)] if kind == "full" else list(os.pipe())
+        self.file = self.files[-1]
+        if kind == "closed":
+            os.close(self.files.pop(0))
+
+    def close(self) -> None:
+        """Close it."""
+        for file in self.files:
+            os.close(file)
+
+
+@pytest.mark.parametrize("kind", ["full", "unread", "closed"])
+async def test_the_log_decides_nothing(kind: str) -> None:
+    """Whatever becomes of its lines: requests are served, failures are told, engines are watched, and it ends."""
+    async with start_emulator(EmulatorSettings(speed=1000.0)) as worker:
+        stderr = Stderr(kind)
+        words = (*QUICK, "--log-level", "debug", "--health-check-interval-secs", "0.05", "--disable-retries")
+        async with serve(*words, "--worker", worker.url, stderr=stderr.file) as router:
+            url = await router.listening()
+            await ready(url)
+            for _ in range(150):
+                assert (await post(url, CHAT, chat("x", 2))).status == 200
+            await fault(worker, "status", times=1, status=500)
+            assert (await post(url, CHAT, chat("x", 2))).status == 500
+            await fault(worker, "status", "/health", status=503)
+            async with asyncio.timeout(8):
+                while (await get(url, "/readiness")).status == 200:
+                    pass
+            await mend(worker)
+            await ready(url)
+            metrics = (await get(url, "/metrics")).body.decode()
+            assert 'pdrouter_background_total{event="restarted"} 0.0' in metrics
+            assert 'pdrouter_rank_requests{endpoint="%s",rank="0",role="regular",source="ledger"} 0.0' in (
+                metrics.replace(worker.url[7:], "%s")
+            )
+            assert ('pdrouter_log_lines_total{event="failed"} 0.0' in metrics) == (kind == "unread")
+            router.signal(signal.SIGTERM)
+            assert (await router.ended())[0] == 0
+        stderr.close()
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "<&- >&- 2>&-"])
+async def test_standard_files_that_arent_there(redirection: str) -> None:
+    """A router starts, serves and ends without them, and none of its connections gets one of their numbers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with serve(
+        *QUICK, "--port", str(port), before=("sh", "-c", f'exec "$0" "$@" {redirection}'), stderr=subprocess.DEVNULL
+    ) as router:
+        url = f"http://127.0.0.1:{port}"
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(OSError):
+                    assert (await get(url, "/liveness")).status == 200
+                    break
+                await asyncio.sleep(0.02)
+        sockets = {connection.fd for connection in psutil.Process(router.process.pid).net_connections()}
+        assert sockets
+        assert not sockets & {0, 1, 2}
+        router.signal(signal.SIGTERM)
+        assert (await router.ended())[0] == 0
 
 
 async def test_a_stop_signal_drains() -> None:

@@ -6,6 +6,7 @@ The only file that knows all parts. ``running()`` is the whole router inside the
 import asyncio
 import gc
 import math
+import os
 import random
 import resource
 import signal
@@ -60,6 +61,7 @@ from pdrouter.references import tokenizer_file
 from pdrouter.telemetry.journal_file import JournalFile
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from pdrouter.telemetry.metrics import Metrics
+from pdrouter.telemetry.sink import Sink
 from pdrouter.upstream.pools import Pools
 
 _GC_ALLOCATIONS = 100_000
@@ -120,12 +122,13 @@ class Service:
             FleetApi(
                 self.router,
                 time.monotonic,
-                Doors(self.changes, prober.ask, self.supervisor.start),
+                Doors(self.changes, prober.ask, self.supervisor.once),
                 access(settings),
             ),
             cors(settings),
             needs_all_models=settings.readiness == "all",
         )
+        self.app.dying = self.supervisor.dying
         self._add_counters()
 
     def _dispatcher(self) -> Dispatcher:
@@ -162,6 +165,8 @@ class Service:
         self.metrics.add_counters("pdrouter_members", "Endpoints that came, went or began anew.", self.members.counters)
         lists = self.members.lists
         self.metrics.add_counters("pdrouter_model_lists", "Engines' lists of models.", lists.counters)
+        help_text = "Loops that died and were started again, and tasks that failed."
+        self.metrics.add_counters("pdrouter_background", help_text, self.supervisor.counters)
         self.metrics.add_counters("pdrouter_aborts", "Aborts sent to engines.", self.aborter.counters)
         if (counter := self.counter) is not None:
             self.metrics.add_counters("pdrouter_tokenizer", "Prompts counted, and why not others.", counter.counters)
@@ -247,31 +252,53 @@ async def running(settings: Settings, source: Source | None = None) -> AsyncIter
 
 def serve(settings: Settings, source: Source | None = None) -> int:
     """Run a router until a stop signal; return the exit status."""
-    set_up_logs(settings.log_level, settings.log_format)
+    _hold_standard_files()
+    before, log = sys.stderr, Sink(2)
+    sys.stderr = log
+    try:
+        set_up_logs(settings.log_level, settings.log_format, log)
+        return _serve_until_signal(settings, source, log)
+    finally:
+        sys.stderr = before
+        log.close()
+
+
+def _hold_standard_files() -> None:
+    """Open what is closed of stdin, stdout and stderr: or a connection would get the number, and log lines with it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+
+
+def _serve_until_signal(settings: Settings, source: Source | None, log: Sink) -> int:
     early: list[int] = []
     # Signals come here until the server takes them, and once more when it has drained.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: early.append(number))
     try:
-        uvloop.run(_serve(settings, source, early))
+        uvloop.run(_serve(settings, source, log, early))
     except CannotListen as error:
         print(f"pdrouter: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
-async def _serve(settings: Settings, source: Source | None, early: list[int]) -> None:
+async def _serve(settings: Settings, source: Source | None, log: Sink, early: list[int]) -> None:
     async with running(settings, source) as router:
         if early:
             return
+        service, loop = router.service, asyncio.get_running_loop()
         if source is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.service.reload)
-        router.service.clients.room = _raise_file_limit(settings.client_max_connections)
+            loop.add_signal_handler(signal.SIGHUP, service.reload)
+        service.metrics.add_counters("pdrouter_log_lines", "Log lines by what became of them.", log.counters)
+        service.clients.room = _raise_file_limit(settings.client_max_connections)
         _tell_budgets(settings)
         gc.freeze()  # what lives as long as the process needn't be looked at again
         gc.set_threshold(_GC_ALLOCATIONS)
-        print(f"pdrouter listens on {router.url}", flush=True)  # noqa: T201
+        out = Sink(1)
+        out.write(f"pdrouter listens on {router.url}\n")
         await router.serving
+        out.close()
 
 
 def _raise_file_limit(clients: int) -> float:

@@ -226,7 +226,7 @@ async def test_what_is_no_file_is_told_and_ignored(file: File) -> None:
             file.path.unlink()
             file.path.write_text(whole)
             await until(lambda: reloads(lab.router)[0] == 1)
-            assert lab.router.service.supervisor.restarts == 0
+            assert lab.router.service.supervisor.counts.total() == 0
 
 
 async def test_a_file_that_is_being_written_is_read_when_it_rests(tmp_path: Path) -> None:

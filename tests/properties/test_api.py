@@ -60,7 +60,7 @@ def url() -> Iterator[str]:
             is_up.set()
             await over.wait()
             await lab.settled(within_s=10)
-            assert not lab.router.service.supervisor.restarts
+            assert not lab.router.service.supervisor.counts.total()
 
     task = loop.create_task(run())
     task.add_done_callback(lambda _: is_up.set())

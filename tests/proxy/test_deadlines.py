@@ -1,9 +1,11 @@
 """Time limits under one timer, of requests as a whole and of each stage."""
 
 import asyncio
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -120,6 +122,52 @@ async def test_a_sweep_is_exact_after_a_first_look() -> None:
     await until(lambda: not list(sweep))
     assert item.looks == 2
     assert 0 <= item.ended_s - item.due_s < 0.25
+
+
+@contextlib.contextmanager
+def faults_of_the_loop() -> Iterator[list[str]]:
+    """Collect what callbacks fail with."""
+    told: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, fault: told.append(str(fault["exception"])))
+    yield told
+    loop.set_exception_handler(None)
+
+
+async def test_a_look_that_fails_isnt_the_last() -> None:
+    """One that can't be looked at costs the others nothing, is looked at again in due time, and is told of."""
+
+    class Broken(Item):
+        def check_time(self, now_s: float) -> float:
+            looks_s.append(now_s)
+            raise ValueError("broken")
+
+    looks_s: list[float] = []
+    sweep: Sweep[Item] = Sweep(lambda: pace(0.02))
+    with faults_of_the_loop() as told:
+        broken, other = Broken(sweep, 0.0), Item(sweep, 60.0)
+        await until(lambda: len(looks_s) >= 3 and other.looks >= 3)
+        for item in (broken, other):
+            sweep.take_out(item)
+    assert told[:2] == ["broken"] * 2
+    assert looks_s[1] - looks_s[0] >= pace(0.02).patience_s
+
+
+async def test_an_expiry_that_fails_isnt_the_last() -> None:
+    """All others expire nevertheless."""
+    expired: list[int] = []
+
+    def expire(item: int) -> None:
+        expired.append(item)
+        if item % 2:
+            raise ValueError(f"broken {item}")
+
+    deadlines = Deadlines(0.02, expire)
+    with faults_of_the_loop() as told:
+        for item in range(6):
+            deadlines.put(item)
+        await until(lambda: len(expired) == 6)
+    assert told == ["broken 1", "broken 3", "broken 5"]
 
 
 async def test_many_that_are_due_are_few_looks() -> None:

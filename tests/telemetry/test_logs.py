@@ -1,6 +1,7 @@
 """Log lines: each decision explains itself at debug, what an operator wants to hear of comes at info."""
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -50,7 +51,7 @@ def decision(why: Why = QUIET, report_age_s: float | None = 0.25) -> Decision:
 
 def make_log(level: str) -> DecisionLog:
     """Return a log that writes JSON lines."""
-    set_up_logs(level, "json")
+    set_up_logs(level, "json", sys.stderr)
     return DecisionLog(level)
 
 
@@ -153,7 +154,7 @@ def test_a_rejection_tells_why(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("log_format", "is_json"), [("json", True), ("auto", True), ("console", False)])
 def test_the_form_of_lines(capsys: pytest.CaptureFixture[str], log_format: str, is_json: bool) -> None:
     """JSON where nobody watches, unless told otherwise; always to stderr."""
-    set_up_logs("info", log_format)
+    set_up_logs("info", log_format, sys.stderr)
     DecisionLog("info").rejected(RequestFacts(request_id="r-9", prompt_tokens=1), NoReadyPair("nobody"))
     out, err = capsys.readouterr()
     assert out == ""

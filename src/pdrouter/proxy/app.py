@@ -1,6 +1,6 @@
 """The application: routes requests to the data plane or to a page, and turns errors into replies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pdrouter.core.request import RequestFacts
@@ -47,6 +47,7 @@ class App:
         """Serve pages and the inference paths; ``needs_all_models``: to be ready, see ``readiness_page``."""
         self._needs_all_models = needs_all_models
         self.clients = clients
+        self.dying: Callable[[], Sequence[str]] = tuple  # names of loops that can't be kept alive
         self._access = fleet_api.access
         self._cors = cors
         self._fleet_api = fleet_api
@@ -67,7 +68,7 @@ class App:
             b"/debug/fleet": lambda: (200, b"application/json", workers.fleet_page(router, clock())),
             b"/readiness": lambda: _json_page(*self._readiness()),
             b"/health": lambda: (200, b"text/plain", b"OK"),
-            b"/liveness": lambda: (200, b"text/plain", b"OK"),
+            b"/liveness": lambda: _liveness(self.dying()),
             b"/ping": lambda: (200, b"text/plain", b"OK"),
             b"/version": lambda: _json_page(200, workers.version_page()),
             b"/metrics": lambda: (200, CONTENT_TYPE, metrics.render()),
@@ -176,6 +177,12 @@ class App:
 
 def _not_allowed(path: str, *allowed: str) -> MethodNotAllowed:
     return MethodNotAllowed(f"{path} takes {' and '.join(allowed)}", param=", ".join(allowed))
+
+
+def _liveness(dying: Sequence[str]) -> tuple[int, bytes, bytes]:
+    if dying:
+        return 503, b"text/plain", f"these loops die again and again: {', '.join(dying)}".encode()
+    return 200, b"text/plain", b"OK"
 
 
 def _json_page(status: int, body: bytes) -> tuple[int, bytes, bytes]:

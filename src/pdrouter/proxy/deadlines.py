@@ -184,14 +184,17 @@ class Sweep(Generic[R]):
         items, now_s, pace = self._look_at_s, time.monotonic(), self._pace()
         if self._tick_s <= now_s:
             self._tick_s = now_s + pace.look_s
-        for item in [item for item, at_s in items.items() if at_s <= now_s]:
-            if item in items:
-                due_s = item.check_time(now_s)
-                if item in items:
-                    items[item] = min(due_s, now_s + pace.patience_s)
         self._timer, self._timer_s = None, math.inf
-        if items:
-            self._set_timer(min(items.values()), now_s)
+        try:
+            for item in [item for item, at_s in items.items() if at_s <= now_s]:
+                if item in items:
+                    items[item] = now_s + pace.patience_s  # also if the look fails
+                    due_s = item.check_time(now_s)
+                    if item in items:
+                        items[item] = min(due_s, now_s + pace.patience_s)
+        finally:
+            if items:
+                self._set_timer(min(items.values()), now_s)
 
 
 class Deadlines(Generic[T]):
@@ -216,9 +219,13 @@ class Deadlines(Generic[T]):
     def _look(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        for item, due_s in list(self._due_s.items()):
-            if due_s > now_s:
-                self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._look)
-                return
-            if self._due_s.pop(item, None) is not None:
-                self._expire(item)
+        try:
+            for item, due_s in list(self._due_s.items()):
+                if due_s > now_s:
+                    return
+                if self._due_s.pop(item, None) is not None:
+                    self._expire(item)
+        finally:
+            if self._due_s and self._timer is None:
+                delay_s = max(0.0, next(iter(self._due_s.values())) - now_s)
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)

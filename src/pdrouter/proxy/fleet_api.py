@@ -14,7 +14,7 @@ import msgspec
 from pdrouter.core.events import EndpointRestarted
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.router import Router
-from pdrouter.errors import InvalidJson, InvalidRequest, MethodNotAllowed, NoReadyPair, RouterError
+from pdrouter.errors import InvalidJson, InvalidRequest, InvariantViolation, MethodNotAllowed, NoReadyPair, RouterError
 from pdrouter.proxy import workers
 from pdrouter.proxy.access import Access
 from pdrouter.proxy.client import Client
@@ -64,11 +64,14 @@ class Changes(Protocol):
 
 
 class Doors(NamedTuple):
-    """Ways out of here: to change the fleet, to ask an engine (method, endpoint, path, time), to do so meanwhile."""
+    """Ways out of here: to change the fleet, to ask an engine (method, endpoint, path, time), to do so meanwhile.
+
+    The last argument of ``spawn`` is called if what was to be done fails.
+    """
 
     changes: Changes
     ask: Callable[[str, Endpoint, str, float], Awaitable[tuple[int, bytes]]]
-    spawn: Callable[[str, Callable[[], Awaitable[None]]], object]
+    spawn: Callable[[str, Callable[[], Awaitable[None]], Callable[[], None]], object]
 
 
 class _Waiting:
@@ -211,8 +214,12 @@ class FleetApi:
     # What engines are asked.
 
     def _flush(self, client: Client) -> None:
+        self._do_meanwhile("flush", self._flush_all, client)
+
+    def _do_meanwhile(self, name: str, do: Callable[[_Waiting], Awaitable[None]], client: Client) -> None:
         waiting = _Waiting(client)
-        self._doors.spawn("flush", partial(self._flush_all, waiting))
+        error = InvariantViolation(f"internal error: {name} failed")
+        self._doors.spawn(name, partial(do, waiting), partial(waiting.reply, error.status, _error(error)))
 
     async def _flush_all(self, waiting: _Waiting) -> None:
         endpoints = list(self._router.fleet)
@@ -236,8 +243,7 @@ class FleetApi:
         ready = [endpoint for endpoint in self._router.fleet if self._router.fleet.is_ready(endpoint.address)]
         if not ready:
             raise NoReadyPair(self._router.why_nobody(None))
-        waiting = _Waiting(client)
-        self._doors.spawn(f"ask for {path}", partial(self._ask_one, ready[0], path, waiting))
+        self._do_meanwhile(f"ask for {path}", partial(self._ask_one, ready[0], path), client)
 
     async def _ask_one(self, endpoint: Endpoint, path: str, waiting: _Waiting) -> None:
         try:
@@ -252,7 +258,7 @@ class FleetApi:
         endpoints = self._ready_endpoints()
         if not endpoints:
             raise NoReadyPair(self._router.why_nobody(None))
-        self._doors.spawn("generate", partial(self._generate_on, endpoints, _Waiting(client)))
+        self._do_meanwhile("generate", partial(self._generate_on, endpoints), client)
 
     def _ready_endpoints(self) -> Sequence[Endpoint]:
         fleet = self._router.fleet

@@ -160,6 +160,7 @@ def _inference_errors() -> list[type[RouterError]]:
 
 def _read_only() -> Part:
     not_ready = {"503": _reply("Too few models can be served, or the router stops.", _ref(pages.NotReady))}
+    dying = {"503": _reply("A loop of the control plane can't be kept alive.", {"type": "string"}, "text/plain")}
     unknown = {"404": _failed(ErrorReply, [UnknownRequest.code])}
     story = _get("All that is known of a request's lives.", _ref(Stories), unknown)
     return {
@@ -173,7 +174,7 @@ def _read_only() -> Part:
         "/debug/story/{request_id}": {"get": story, "parameters": [_parameter("request_id", "path")]},
         "/readiness": {"get": _get("Whether models can be served, and which.", _ref(pages.Ready), not_ready)},
         "/health": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
-        "/liveness": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
+        "/liveness": {"get": _get("Whether the router runs.", {"type": "string"}, dying, media="text/plain")},
         "/ping": {"get": _get("Whether the router runs.", {"type": "string"}, media="text/plain")},
         "/version": {"get": _get("The router's version.", _ref(pages.Version))},
         "/metrics": {"get": _get("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},

@@ -77,12 +77,14 @@ class Waitroom:
     def _look(self) -> None:
         self._next_look = None
         admission = self._admission
-        for shed in admission.expire(self._clock()):
-            shed.waiting.request.turn_away(shed.error)
-        while (waiting := admission.release(self._clock())) is not None:
-            waiting.request.go_on()
-        if len(admission):
-            self._look_in(self._delay_s())
+        try:
+            for shed in admission.expire(self._clock()):
+                shed.waiting.request.turn_away(shed.error)
+            while (waiting := admission.release(self._clock())) is not None:
+                waiting.request.go_on()
+        finally:
+            if len(admission):
+                self._look_in(self._delay_s())
 
     def _delay_s(self) -> float:
         now_s = self._clock()

@@ -1,20 +1,42 @@
-"""Log lines by structlog: each decision at debug, each imbalance, fallback and failure at info or above."""
+"""Log lines by structlog: each decision at debug, each imbalance, fallback and failure at info or above.
+
+A line never decides anything: what can't be put into words or written is lost, and whoever logs goes on (``sink.py``).
+"""
 
 import logging
-import sys
+from collections.abc import MutableMapping
+from typing import Protocol
 
 import structlog
 
 from pdrouter.core.decision import Decision, Placement
 from pdrouter.core.request import RequestFacts
-from pdrouter.errors import RouterError
+from pdrouter.errors import FOREIGN_FAULTS, RouterError
+
+_TRACE = "exception"
+"""The one field with line ends of our own."""
 
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
 
-def set_up_logs(level: str, log_format: str) -> None:
+class Stream(Protocol):
+    """Where lines are written."""
+
+    def write(self, text: str, /) -> int:
+        """Take a line; never wait, never fail."""
+        ...
+
+    def flush(self) -> None:
+        """Take note that a line has ended."""
+
+    def isatty(self) -> bool:
+        """Whether people watch."""
+        ...
+
+
+def set_up_logs(level: str, log_format: str, stream: Stream) -> None:
     """Configure structlog: lines for people on a terminal, JSON elsewhere, unless ``log_format`` says which."""
-    is_console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    is_console = log_format == "console" or (log_format == "auto" and stream.isatty())
     renderer = structlog.dev.ConsoleRenderer() if is_console else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
@@ -22,12 +44,37 @@ def set_up_logs(level: str, log_format: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
+            *([_escape] if is_console else []),  # JSON escapes by itself
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(stream),  # type: ignore[arg-type]  # it only writes and flushes
         cache_logger_on_first_use=True,
     )
+
+
+def _bound_logger(level: int) -> type[structlog.typing.FilteringBoundLogger]:
+    filtering = structlog.make_filtering_bound_logger(level)
+
+    class NeverFailing(filtering):  # type: ignore[valid-type, misc]
+        """Loses a line rather than the work of whoever logs."""
+
+        def _proxy_to_logger(self, *args: object, **fields: object) -> None:
+            try:
+                super()._proxy_to_logger(*args, **fields)
+            except FOREIGN_FAULTS:
+                return
+
+    return NeverFailing
+
+
+def _escape(_logger: object, _method: str, fields: MutableMapping[str, object]) -> MutableMapping[str, object]:
+    """Escape what could move a terminal's cursor or forge a line: C0 and C1 controls, and what turns text around."""
+    for name, value in fields.items():
+        if isinstance(value, str) and not value.isprintable():
+            kept = "\n\t" if name == _TRACE else ""
+            fields[name] = "".join([c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in value])
+    return fields
 
 
 class DecisionLog:

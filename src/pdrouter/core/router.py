@@ -49,8 +49,7 @@ _SCATTER = 0x9E3779B1
 """Knuth's multiplier for scattering numbers: 2^32 divided by the golden ratio."""
 
 _SHORT_SHARE = 8
-"""Part of the prefix index's memory that prompts shorter than a block get: an eighth. Chosen. They are apart, so that
-many of them push out no long ones, in memory or in what a rank's KV is thought to hold."""
+"""An eighth of the index's memory is for prompts shorter than a block, so that they evict no long ones; chosen."""
 
 _LOST_BLOCKS = 2
 """A cache that lacks more than this of what was predicted has lost it; less is rounding and the estimate of tokens."""
@@ -312,7 +311,6 @@ class Router:
             self._eject(self.ejections.judge(), now_s)
 
     def _eject(self, changes: Iterable[tuple[Name, str | None]], now_s: float) -> None:
-        """Take out, and let in again, what breakers want and may."""
         for name, out in list(changes):
             self._set_ready(name, out, BREAKER, now_s)
 

@@ -175,6 +175,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_body_budget_bytes: Annotated[int, setting("Clients",
         "Most bytes of request bodies held until they are answered, all clients together; beyond it the largest that "
         "is coming in gets 503.", unit="bytes", low=65_536, high=2**44)] = 2_147_483_648
+    body_inline_bytes: Annotated[int, setting("Clients",
+        "A longer request body is read in a thread, and so is one of many small objects: reading is to stop the event "
+        "loop for no more than some 5 ms.", unit="bytes", low=0, high=2**40)] = 262_144
     client_idle_timeout_secs: Annotated[float, setting("Clients",
         "An idle connection is closed after this time; longer than a load balancer's in front (often 60).",
         unit="s", low=0.05, high=86_400)] = 75.0

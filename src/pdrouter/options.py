@@ -34,6 +34,7 @@ from pdrouter.proxy.dispatch import DispatchOptions
 from pdrouter.proxy.intake import IntakeOptions
 from pdrouter.proxy.limits import ClientLimits
 from pdrouter.proxy.listener import DrainOptions
+from pdrouter.proxy.reading import ReadingOptions
 from pdrouter.references import profile_entries, profile_rule
 from pdrouter.upstream.pool import PoolLimits
 
@@ -237,8 +238,11 @@ def intake_options(settings: Settings) -> IntakeOptions:
     return IntakeOptions(
         request_id_headers=tuple(name.lower().encode() for name in settings.request_id_headers),
         forwarded=frozenset(name.encode() for name in settings.forward_headers),
-        prefix_block_bytes=settings.prefix_block_bytes,
-        image_tokens=settings.image_tokens,
+        reading=ReadingOptions(
+            inline_bytes=settings.body_inline_bytes,
+            image_tokens=settings.image_tokens,
+            prefix_block_bytes=settings.prefix_block_bytes,
+        ),
         owns_ranks=settings.rank_fields != "none",
         priority_header=settings.priority_header.lower().encode(),
         tenant_header=settings.tenant_header.lower().encode(),

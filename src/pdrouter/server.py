@@ -112,9 +112,9 @@ class Service:
         self.changes.found_in(settings)  # what is wrong with it stops the start
         self.reload: Callable[[], None] = lambda: None
         self.counter = _counter(self.router, settings)
+        self.intake = Intake(self.router, intake_options(settings))
         self.app = App(
-            self.router,
-            Intake(self.router, intake_options(settings)),
+            self.intake,
             self.dispatcher,
             self.clients,
             self.rates,
@@ -168,6 +168,8 @@ class Service:
         help_text = "Loops that died and were started again, and tasks that failed."
         self.metrics.add_counters("pdrouter_background", help_text, self.supervisor.counters)
         self.metrics.add_counters("pdrouter_aborts", "Aborts sent to engines.", self.aborter.counters)
+        help_text = "Bodies that were read in threads, or refused as too many were."
+        self.metrics.add_counters("pdrouter_long_bodies", help_text, self.intake.counters)
         if (counter := self.counter) is not None:
             self.metrics.add_counters("pdrouter_tokenizer", "Prompts counted, and why not others.", counter.counters)
 
@@ -211,6 +213,7 @@ class Service:
 
     async def aclose(self) -> None:
         """End what runs in the background, and all connections to engines."""
+        self.intake.close()
         if self.counter is not None:
             self.counter.close()
         await self.supervisor.aclose()

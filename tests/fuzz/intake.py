@@ -23,7 +23,7 @@ from tests.fuzz.asked import body, headers
 from tests.fuzz.source import Source
 
 APIS = (*Api,)
-OPTIONS = msgspec.structs.replace(intake_options(Settings()), prefix_block_bytes=32)
+OPTIONS = intake_options(msgspec.structs.replace(Settings(), prefix_block_bytes=32))
 FLEETS = (
     (prefill("p:1", dp_size=2), decode("d:1", dp_size=2)),
     (prefill("p:1", model="m"), decode("d:1", model="m"), regular("r:1", model="other")),
@@ -63,7 +63,7 @@ def one_input(raw: bytes) -> None:
         return
     assert inbound.body is asked
     assert all(b"\n" not in line for line in inbound.headers.split(b"\r\n"))
-    hold_bounds(facts, asked, options.prefix_block_bytes)
+    hold_bounds(facts, asked, options.reading.prefix_block_bytes)
     if facts.task in PAIRED:
         hold_reading(facts, inbound, asked)
     assert (facts, inbound) == intake.read(api, lines, asked, "r")
@@ -79,11 +79,13 @@ def one_input(raw: bytes) -> None:
 def hold_bounds(facts: RequestFacts, asked: bytes, block_bytes: int) -> None:
     """Hold that the facts are in proportion to the body."""
     media = min(MAX_MEDIA, asked.count(b"{") + asked.count(b'"') // 2)  # each is an object or a string
-    most = 4 * len(asked) + 512 + OPTIONS.image_tokens * media
+    most = 4 * len(asked) + 512 + OPTIONS.reading.image_tokens * media
     assert 1 <= facts.prompts <= MAX_BATCH
     assert 1 <= facts.prompt_tokens <= most * facts.prompts
     assert 0 <= facts.prompt_bytes <= len(asked)
-    width = block_bytes + (OPTIONS.image_tokens * 4 + block_bytes) * media  # an image is as wide as so much text
+    width = (
+        block_bytes + (OPTIONS.reading.image_tokens * 4 + block_bytes) * media
+    )  # an image is as wide as so much text
     assert len(facts.prefix_blocks) * block_bytes <= len(asked) + width
     assert all(-(2**63) <= block < 2**63 for block in facts.prefix_blocks)
     assert math.isfinite(facts.block_tokens)

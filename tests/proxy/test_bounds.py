@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrouter.proxy.bounds import exceeds, first_items, has_more
+from pdrouter.proxy.bounds import exceeds, has_more, items
 
 JSON = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(st.sampled_from('{,"\\[]}a\n\u4f60'), max_size=8)),
@@ -48,15 +48,24 @@ def test_a_byte_is_counted(raw: bytes, limit: int) -> None:
 
 
 @given(JSON, st.integers(1, 6))
-def test_first_items(value: object, limit: int) -> None:
-    """As many as are wanted, as they are written; what isn't an array is refused."""
+def test_items(value: object, limit: int) -> None:
+    """All, as they are written, or none if there are more; what isn't an array is refused."""
     raw = json.dumps(value).encode()
     if not isinstance(value, list):
         with pytest.raises(msgspec.ValidationError):
-            first_items(raw, limit)
+            items(raw, limit, raw.count(b","))
         return
-    items = first_items(raw, limit)
-    assert [json.loads(bytes(item)) for item in items][:limit] == value[:limit]
+    found = items(raw, limit, raw.count(b","))
+    assert (found is None) == (len(value) > limit)
+    assert found is None or [json.loads(bytes(item)) for item in found] == value
+
+
+@given(st.lists(st.text(st.sampled_from(',"\\a '), max_size=4), max_size=8), st.integers(1, 6), st.booleans())
+def test_items_that_are_texts(texts: list[str], limit: int, is_spaced: bool) -> None:
+    """Those are counted before they are read."""
+    raw = json.dumps(texts, indent=1 if is_spaced else None).encode()
+    found = items(raw, limit)
+    assert found is None if len(texts) > limit else [json.loads(bytes(item)) for item in found or ()] == texts
 
 
 def test_what_is_broken_ends() -> None:

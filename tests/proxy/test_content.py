@@ -197,7 +197,7 @@ def test_too_many_media() -> None:
             "chat": (Api.CHAT, chat(*images), "messages"),
             "responses": (Api.RESPONSES, responses(said(*images)), "input"),
             "generate": (Api.GENERATE, {"text": "x", "image_data": ["u"] * count}, "image_data"),
-            "generate, lists": (Api.GENERATE, {"text": "x", "video_data": [["u"] * count]}, "image_data"),
+            "generate, lists": (Api.GENERATE, {"text": "x", "video_data": [["u"] * count]}, "video_data"),
             "generate, long": (Api.GENERATE, {"text": "x", "image_data": ["u" * 20] * count}, "image_data"),
         }
 

@@ -1,10 +1,10 @@
 """The application: routes requests to the data plane or to a page, and turns errors into replies."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pdrouter.core.request import RequestFacts
-from pdrouter.core.router import Router
 from pdrouter.engines.base import Inbound
 from pdrouter.errors import ClientGone, MethodNotAllowed, NotFound, RouterError
 from pdrouter.proxy import openapi, workers
@@ -17,6 +17,7 @@ from pdrouter.proxy.head import check_encoding
 from pdrouter.proxy.intake import Api, Intake
 from pdrouter.proxy.limits import Clients
 from pdrouter.proxy.rates import Rates
+from pdrouter.proxy.reading import Reading
 from pdrouter.proxy.replies import JSON_HEADERS, error_body, error_headers
 from pdrouter.proxy.tokenizer import Counter
 from pdrouter.telemetry.metrics import CONTENT_TYPE
@@ -33,7 +34,6 @@ class App:
 
     def __init__(
         self,
-        router: Router,
         intake: Intake,
         dispatcher: Dispatcher,
         clients: Clients,
@@ -53,7 +53,7 @@ class App:
         self._fleet_api = fleet_api
         self._rates = rates
         self._counter = counter
-        self._router = router
+        router = self._router = dispatcher.router
         self._intake = intake
         self._dispatcher = dispatcher
         metrics = self._metrics = dispatcher.metrics
@@ -114,7 +114,24 @@ class App:
             raise client.error
         if client.method != b"POST":
             raise _not_allowed(api, "POST")
-        facts, inbound = self._intake.read(api, client.headers, client.body(), request_id)
+        body = client.body()
+        if self._intake.takes_long(body):
+            self._intake.read_later(api, client, body, partial(self._was_read, api, client, request_id))
+        else:
+            self._go_on(api, client, *self._intake.read(api, client.headers, body, request_id))
+
+    def _was_read(self, api: Api, client: Client, request_id: str, reading: "asyncio.Future[Reading] | None") -> None:
+        """Go on with a request whose body was read in a thread."""
+        error: RouterError | None = ClientGone("the client left while its body was read")
+        if reading is not None:
+            error = attempt(self._place, api, client, request_id, reading)
+        if error is not None:
+            self._ended(client, api, request_id, error)
+
+    def _place(self, api: Api, client: Client, request_id: str, reading: "asyncio.Future[Reading]") -> None:
+        self._go_on(api, client, *self._intake.place(reading.result(), client.headers, request_id))
+
+    def _go_on(self, api: Api, client: Client, facts: RequestFacts, inbound: Inbound) -> None:
         if self._rates is not None:
             self._rates.take(client.header, facts)
         if self._router.fleet.splits(facts):

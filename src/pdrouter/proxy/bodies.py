@@ -4,17 +4,17 @@ Fields whose bytes matter are kept raw. Read next: ``prompts.py`` and ``intake.p
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TypeVar, cast
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from pdrouter.core.request import Task
 from pdrouter.errors import InvalidJson, InvalidRequest
-from pdrouter.proxy.bounds import has_more
-from pdrouter.proxy.content import Message, RawField
+from pdrouter.proxy.bounds import has_more, items
+from pdrouter.proxy.content import Message, RawField, is_array, value
 from pdrouter.proxy.scalars import Scalar, boolean, count, integer
 
 S = TypeVar("S")
@@ -82,7 +82,7 @@ class Body(Struct):
     lora_path: RawField = UNSET
     cache_salt: RawField = UNSET
     extra_key: RawField = UNSET
-    rid: str | list[str] | UnsetType | None = UNSET
+    rid: RawField = UNSET
     request_id: RawField = UNSET
     bootstrap_host: RawField = UNSET
     bootstrap_port: RawField = UNSET
@@ -197,7 +197,7 @@ class Generate(Body):
     audio_data: RawField = UNSET
     video_data: RawField = UNSET
     sampling_params: "SamplingParams | list[SamplingParams] | None" = None
-    return_logprob: Scalar | list[Scalar] = None
+    return_logprob: RawField = UNSET
 
     def copies(self) -> int | None:
         """Return ``n``; in a list of parameters all have the same.
@@ -221,13 +221,11 @@ class Generate(Body):
 
     def wants_prompt_logprobs(self) -> bool:
         """Whether any sample asks for logprobs: the prompt's come from the prefill leg."""
-        flags = self.return_logprob
-        if not isinstance(flags, list):
-            return boolean("return_logprob", flags)
-        return any(boolean("return_logprob", flag) for flag in flags)
+        flags = _one_or_several("return_logprob", self.return_logprob)
+        return any(boolean("return_logprob", _scalar("return_logprob", flag)) for flag in flags)
 
 
-class SamplingParams(Struct):
+class SamplingParams(Struct, gc=False):
     """How to sample."""
 
     n: int | None = None
@@ -338,15 +336,45 @@ def client_rid(body: Body, batch: int | None) -> str | tuple[str, ...] | None:
 
     Raises: InvalidRequest if one is too long.
     """
-    rid: object = body.rid
     if isinstance(body, Responses):
-        rid = _text(body.request_id)
-    rids = rid if isinstance(rid, list) else [rid] if isinstance(rid, str) and rid else []
-    if any(len(one) > MAX_ID_CHARS for one in rids):
+        rids = [_text(body.request_id) or ""]
+    else:
+        rids = [_rid(raw) for raw in _one_or_several("rid", body.rid)]
+    if any(len(rid) > MAX_ID_CHARS for rid in rids):
         raise InvalidRequest(f"rid has more than {MAX_ID_CHARS} characters", param="rid")
-    if batch is not None and isinstance(rid, list) and rids:
+    if batch is not None and rids and is_array(body.rid):
         return tuple(rids)
     return rids[0] or None if rids else None
+
+
+def _rid(raw: Raw) -> str:
+    text = _text(raw)
+    if text is None:
+        raise InvalidRequest("rid must be text, or a list of texts", param="rid")
+    return text
+
+
+def _one_or_several(name: str, field: RawField) -> Sequence[Raw]:
+    """Return the values of a field that may be a list: none where it is null or missing.
+
+    Raises: InvalidRequest if there are more than samples may be.
+    """
+    raw = value(field)
+    if raw is None:
+        return ()
+    if not is_array(raw):
+        return (raw,)
+    found = items(bytes(raw), MAX_BATCH)
+    if found is None:
+        raise InvalidRequest(f"{name} has more than {MAX_BATCH} items", param=name)
+    return found
+
+
+def _scalar(name: str, raw: Raw) -> Scalar:
+    try:
+        return msgspec.json.decode(raw, type=Scalar)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from error
 
 
 def _text(field: RawField) -> str | None:

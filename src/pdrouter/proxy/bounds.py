@@ -5,10 +5,9 @@ Each function takes time by the length of the body and next to no memory. It kno
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw
 
 _OUTSIDE_STRINGS: Mapping[bytes, "re.Pattern[bytes]"] = {
     mark: re.compile(rb'(?:[^"\%b]++|"(?:[^"\\]++|\\.)*+")*+' % mark, re.DOTALL) for mark in (b"{", b",")
@@ -19,22 +18,17 @@ _OUTSIDE_STRINGS: Mapping[bytes, "re.Pattern[bytes]"] = {
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
-def first_items(raw: Raw | bytes, limit: int) -> Sequence[Raw]:
-    """Return the first items of a JSON array, ``limit`` at most; the others are passed over.
+def items(raw: bytes, limit: int, commas: int | None = None) -> Sequence[Raw] | None:
+    """Return the items of a JSON array, ``None`` if there are more than ``limit``.
+
+    ``commas`` is how many may stand in all of it, strings aside; unset: as many as so many plain items have.
 
     Raises: msgspec.MsgspecError if it isn't an array.
     """
-    if len(memoryview(raw)) <= 2 * limit:
-        return _decode_items(raw)
-    items = msgspec.structs.astuple(_array_of(limit).decode(raw))
-    return items if items[-1] is not UNSET else items[: items.index(UNSET)]
-
-
-@cache
-def _array_of(limit: int) -> "msgspec.json.Decoder[Struct]":
-    """Return a decoder for arrays that reads no more items than a struct has fields."""
-    fields = [(f"item{index}", Raw | UnsetType, UNSET) for index in range(limit)]
-    return msgspec.json.Decoder(msgspec.defstruct("Items", fields, array_like=True, gc=False))
+    if has_more(raw, b",", limit - 1 if commas is None else commas):
+        return None
+    found = _decode_items(raw)
+    return found if len(found) <= limit else None
 
 
 def exceeds(raw: bytes, mark: bytes, limit: int) -> bool:

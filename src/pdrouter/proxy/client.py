@@ -56,7 +56,7 @@ class Client:
 
     ``path`` is without ``query``, header names are in lower case; ``headers`` are those that may go further,
     ``header`` has all; ``error`` says why the request can't be served as it came. ``lines`` are header lines of any
-    reply to it.
+    reply to it; ``asked_s`` is the moment at which it was handed to a thread, once its body was there, else 0.
     """
 
     __slots__ = (
@@ -65,6 +65,7 @@ class Client:
         "_is_chunked",
         "_takes_chunks",
         "_wire",
+        "asked_s",
         "began_s",
         "body_bytes",
         "error",
@@ -107,6 +108,7 @@ class Client:
         self.headers = headers
         self.header = header
         self.began_s = began_s
+        self.asked_s = 0.0
         self.body_bytes = 0
         self.is_expectant = False
         self.is_whole = False

@@ -33,6 +33,9 @@ _MAX_DEPTH = 4
 DIGEST_BYTES = 16
 """What stands for a medium among what is compared."""
 
+_EMPTY_BYTES = 2
+"""The length of an empty text, list or object."""
+
 _ARRAY, _OBJECT, _NULL = b"[{n"
 """What a JSON value begins with."""
 
@@ -138,39 +141,39 @@ class Content:
         if len(self.media) == MAX_MEDIA:  # I9
             text = f"{self._field}: more than {MAX_MEDIA} images, clips and files"
             raise InvalidRequest(text, param=self._field)
-        digest = xxhash.xxh3_64()
-        for one in values:
-            digest.update(memoryview(one))
+        said = values[0] if len(values) == 1 else b",".join(values)
         self.media.append(len(self.pieces))
-        self.pieces.append(digest.hexdigest().encode())
+        self.pieces.append(xxhash.xxh3_64_hexdigest(memoryview(said)).encode())
 
     def _add_parts(self, raw: Raw, depth: int) -> None:
         raws: Sequence[Raw] = ()
         for index, part in enumerate(self._decoded(_decode_parts, raw)):
             text, part.text = part.text, UNSET
-            if isinstance(text, Raw) and part == _NOTHING:  # by far the most frequent
+            is_other = part != _NOTHING
+            if isinstance(text, Raw) and not is_other:  # by far the most frequent
                 self.pieces.append(text)
-            elif not self._add_part(part, text, depth):
+            elif not is_other or not self._add_part(part, text, depth):
                 raws = raws or _decode_raws(raw)
                 self.pieces.append(raws[index])
 
     def _add_part(self, part: Part, text: RawField, depth: int) -> bool:
         """Add what is known of a part beside its ``text``; return whether anything is."""
         before = len(self.pieces)
-        self.pieces += [one for one in (part.role, text) if isinstance(one, Raw)]
-        media = [medium for medium in _MEDIA(part) if value(medium) is not None]
-        if media:
+        self.pieces += [one for one in (part.role, text) if one is not UNSET]
+        media = [medium for medium in _MEDIA(part) if medium is not UNSET]
+        if media and (media := [medium for medium in media if says_something(medium)]):
             self.add_medium(media)
-        inner = [content for content in (part.content, part.output, part.summary) if isinstance(content, Raw)]
+        inner = [content for content in (part.content, part.output, part.summary) if content is not UNSET]
         for content in inner:
             self.add(content, depth)
-        source = value(part.source)
-        if source is not None and not inner:
-            self._add_source(source, depth)
+        if part.source is not UNSET and not inner:
+            self._add_source(part.source, depth)
         return len(self.pieces) > before or bool(inner)
 
     def _add_source(self, raw: Raw, depth: int) -> None:
         """Add what a source says: text, parts, or else a medium."""
+        if value(raw) is None:
+            return
         source = self._decoded(_decode_source, raw) if memoryview(raw)[0] == _OBJECT else _Source()
         if source.content is not UNSET:
             self.add(source.content, depth)
@@ -184,6 +187,17 @@ class Content:
             return decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"{self._field}: content: {error}", param=self._field) from error
+
+
+def says_something(raw: Raw) -> bool:
+    """Whether a value can be a medium: null and what is empty can't."""
+    seen = memoryview(raw)
+    return len(seen) > _EMPTY_BYTES and seen[0] != _NULL
+
+
+def is_array(field: RawField) -> bool:
+    """Whether a field is there, and is a list."""
+    return not isinstance(field, UnsetType) and memoryview(field)[0] == _ARRAY
 
 
 def value(field: RawField) -> Raw | None:

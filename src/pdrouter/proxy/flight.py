@@ -94,7 +94,10 @@ class Flight:
 
         Raises: RouterError if it can't be placed, nor wait; then ``on_end`` isn't called.
         """
-        self._due_s = self._owner.clock() + self._owner.options.limits.request_of(self._client.header)
+        client, limits, now_s = self._client, self._owner.options.limits, self._owner.clock()
+        self._due_s = (client.asked_s or now_s) + limits.request_of(client.header)
+        if self._due_s <= now_s:
+            raise limits.too_late(client.header)
         must_wait = self._decide(is_admitted=False)
         if must_wait is not None:
             self._wait(must_wait)

@@ -1,11 +1,12 @@
-"""[1] From the client's bytes to RequestFacts and Inbound. The body is read once; only declared fields are decoded.
+"""[1] From the client's bytes to RequestFacts and Inbound: what the body says, the headers, and what is known of both.
 
-It knows which fields the router writes itself, and takes the client's own out of the body. Read next: ``bodies.py``
-for what is declared, ``prompts.py`` for how prompts are sized.
+It knows which fields the router writes itself, and takes the client's own out of the body. Read next: ``reading.py``.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 
 import msgspec
@@ -13,26 +14,18 @@ import xxhash
 from msgspec import UNSET, Struct, UnsetType
 
 from pdrouter.core.prefix import block_hashes
-from pdrouter.core.request import PAIRED, RequestFacts, Task
+from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.router import Router
-from pdrouter.core.tokens import TextShape
 from pdrouter.engines.base import Inbound
 from pdrouter.engines.sglang import OWNED_FIELDS, RESPONSE_ID
 from pdrouter.engines.sglang_ranks import DECODE_RANK_FIELDS, PREFILL_RANK_FIELDS
-from pdrouter.errors import InvalidRequest
-from pdrouter.proxy.bodies import (
-    MAX_ID_CHARS,
-    TASKS,
-    Api,
-    Body,
-    batch_size,
-    client_rid,
-    decode,
-    decode_whole,
-    form_value,
-)
+from pdrouter.errors import InvalidRequest, QueueFull
+from pdrouter.proxy.bodies import MAX_ID_CHARS, Api, Body, Whole, client_rid
+from pdrouter.proxy.client import Client
 from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, identity, repeated
-from pdrouter.proxy.prompts import Prompt, adapter_of, cache_key, read_prompt
+from pdrouter.proxy.offload import Done, Offload
+from pdrouter.proxy.prompts import Prompt, adapter_of, cache_key
+from pdrouter.proxy.reading import Reading, ReadingOptions, read_body, takes_long
 from pdrouter.proxy.scalars import boolean, integer
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
@@ -53,6 +46,12 @@ _FORWARDED = frozenset(
     b" x-correlation-id x-trace-id request-id anthropic-version anthropic-beta".split()
 )
 _CREDENTIALS = frozenset((AUTHORIZATION, API_KEY))
+_THREADS = 2
+"""Threads that read long bodies; chosen: more would only wait for each other."""
+
+_MAX_WAITING = 1024
+"""Long bodies that are being read or wait for it (I9); chosen."""
+
 _JSON_LINE = b"content-type: application/json\r\n"
 _ID_PREFIXES: Mapping[Api, str] = {
     Api.CHAT: "chatcmpl-",
@@ -74,8 +73,7 @@ class IntakeOptions(Struct, frozen=True):
 
     request_id_headers: Sequence[bytes]
     forwarded: frozenset[bytes]
-    prefix_block_bytes: int
-    image_tokens: int
+    reading: ReadingOptions
     owns_ranks: bool
     priority_header: bytes
     tenant_header: bytes
@@ -89,8 +87,10 @@ class Intake:
     """Reads requests of the inference paths."""
 
     def __init__(self, router: Router, options: IntakeOptions) -> None:
+        self.counts: Counter[str] = Counter()
         self._router = router
         self._options = options
+        self._threads = Offload("reader", _THREADS, _MAX_WAITING)
         single = {options.priority_header, options.tenant_header, options.rate_header}
         self._keys = single | {_RANK_HEADER, *_CLIENT_KEYS}
         self._lists = _LISTS - single
@@ -104,52 +104,73 @@ class Intake:
 
         Raises: InvalidJson, InvalidRequest, DuplicateField.
         """
-        task = TASKS.get(api, _OTHER)
-        if task not in PAIRED:
-            return self._read_whole(api, task, headers, body, request_id)
-        decoded = decode(api, body)
-        prompt = read_prompt(decoded, self._options.image_tokens)
-        batch = batch_size(decoded, prompt.samples)
+        return self.place(read_body(api, headers, body, self._options.reading), headers, request_id)
+
+    def takes_long(self, body: bytes) -> bool:
+        """Whether a body is to be read in a thread, by ``read_later``."""
+        return takes_long(body, self._options.reading)
+
+    def read_later(self, api: Api, client: Client, body: bytes, done: "Done[Reading]") -> None:
+        """Read a body in a thread; ``done`` is called then, in the loop.
+
+        Raises: QueueFull.
+        """
+        if not self._threads.start(partial(read_body, api, client.headers, body, self._options.reading), client, done):
+            self.counts["refused"] += 1
+            raise QueueFull(f"{_MAX_WAITING} long bodies are being read; come again", retry_after_s=1)
+        self.counts["read"] += 1
+
+    def counters(self) -> Counter[str]:
+        """Return the bodies that were read in threads, and those for which there was no room."""
+        return self.counts
+
+    def close(self) -> None:
+        """Read no more in threads."""
+        self._threads.close()
+
+    def place(
+        self, reading: Reading, headers: Iterable[tuple[bytes, bytes]], request_id: str
+    ) -> tuple[RequestFacts, Inbound]:
+        """Return what the decision and the engine must know of a request whose body was read.
+
+        Raises: InvalidRequest.
+        """
+        told, prompt = reading.told, reading.prompt
+        if isinstance(told, Whole) or prompt is None:
+            return self._place_whole(reading, headers, request_id)
         keys: dict[bytes, bytes] = {}
         lines, credentials, header_rank = self._read_headers(headers, keys)
-        fields = _set_fields(decoded)
-        ranks = self._ranks(decoded, header_rank) if fields else (header_rank, header_rank)
-        facts = self._facts(decoded, task, prompt, batch, request_id, ranks, keys)
+        fields = _set_fields(told)
+        ranks = self._ranks(told, header_rank) if fields else (header_rank, header_rank)
+        facts = self._facts(reading, told, prompt, request_id, ranks, keys)
         return facts, Inbound(
-            path=api,
-            body=body,
-            start=body.index(b"{") + 1,
+            path=reading.api,
+            body=reading.body,
+            start=reading.body.index(b"{") + 1,
             fields=fields,
             headers=_JSON_LINE + lines,
             request_id=request_id,
-            is_stream=boolean("stream", decoded.stream),
-            batch=batch,
-            rid=client_rid(decoded, batch),
-            wants_prompt_logprobs=decoded.wants_prompt_logprobs(),
+            is_stream=boolean("stream", told.stream),
+            batch=reading.batch,
+            rid=client_rid(told, reading.batch),
+            wants_prompt_logprobs=told.wants_prompt_logprobs(),
             credentials=credentials,
             keeps_credentials=self._options.keeps_credentials,
         )
 
-    def _read_whole(
-        self, api: Api, task: Task, headers: Iterable[tuple[bytes, bytes]], body: bytes, request_id: str
+    def _place_whole(
+        self, reading: Reading, headers: Iterable[tuple[bytes, bytes]], request_id: str
     ) -> tuple[RequestFacts, Inbound]:
         """Return what routing must know of a body that one engine gets as it is, multipart or JSON."""
         keys: dict[bytes, bytes] = {}
-        headers = list(headers)
         lines, credentials, rank = self._read_headers(headers, keys)
-        content_type = next((value for name, value in headers if name == b"content-type"), b"application/json")
-        if content_type.lower().startswith(b"multipart/"):
-            model, is_stream, text = form_value(b"model", body), boolean("stream", form_value(b"stream", body)), None
-            adapter = None
-        else:
-            whole = decode_whole(body)
-            model, is_stream, adapter = whole.model, boolean("stream", whole.stream), adapter_of(whole.lora_path)
-            text = TextShape.of(body) if task is Task.READ else None
+        told, text = reading.told, reading.shape
+        model, adapter = told.model, None if told.lora_path is UNSET else adapter_of(told.lora_path)
         tokens = self._router.tokens.estimate(self._router.fleet.names.base(model, adapter), text) if text else 1
         facts = RequestFacts(
             request_id=request_id,
             prompt_tokens=max(1, tokens),
-            task=task,
+            task=reading.task,
             model=model,
             adapter=adapter,
             decode_rank=rank,
@@ -157,13 +178,13 @@ class Intake:
             client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
         )
         return facts, Inbound(
-            path=api,
-            body=body,
+            path=reading.api,
+            body=reading.body,
             start=0,
             fields=(),
-            headers=b"content-type: %b\r\n%b" % (content_type, lines),
+            headers=b"content-type: %b\r\n%b" % (reading.content_type, lines),
             request_id=request_id,
-            is_stream=is_stream,
+            is_stream=boolean("stream", told.stream),
             batch=None,
             rid=None,
             wants_prompt_logprobs=False,
@@ -234,31 +255,27 @@ class Intake:
 
     def _facts(
         self,
+        reading: Reading,
         body: Body,
-        task: Task,
         prompt: Prompt,
-        batch: int | None,
         request_id: str,
         ranks: tuple[int | None, int | None],
         keys: Mapping[bytes, bytes],
     ) -> RequestFacts:
-        samples = batch or 1
+        samples, text, blocks = reading.batch or 1, reading.shape, reading.blocks
         tenant, weight = self._tenant(keys) if keys else (None, 1.0)
-        text = TextShape.of(prompt.text) if prompt.text else None
         names, model = self._router.fleet.names, body.model
         adapter = None if body.lora_path is UNSET else adapter_of(body.lora_path)
         tokens = prompt.tokens + (self._router.tokens.estimate(names.base(model, adapter), text) if text else 0)
-        is_single = samples == 1
-        is_text = is_single and not prompt.tokens and not prompt.media_ends
-        blocks = prompt.blocks(self._options.prefix_block_bytes) if is_single else []
-        is_short = is_single and not blocks
+        is_text = samples == 1 and not prompt.tokens and not prompt.media_ends
+        is_short = samples == 1 and not blocks
         if is_short:
             blocks = [memoryview(prompt.raw)]
         media_bytes = prompt.media_bytes * len(prompt.media_ends)
         compared = (sum(map(len, blocks)) + media_bytes) / (len(prompt.raw) + media_bytes) if blocks else 0.0
         return RequestFacts(
             request_id=request_id,
-            task=task,
+            task=reading.task,
             model=model,
             adapter=adapter,
             prompt_tokens=max(1, tokens) * (samples // (prompt.samples or 1)),

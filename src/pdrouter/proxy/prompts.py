@@ -23,24 +23,18 @@ from pdrouter.proxy.bodies import (
     Responses,
     too_many_samples,
 )
-from pdrouter.proxy.bounds import first_items
-from pdrouter.proxy.content import DIGEST_BYTES, MAX_MEDIA, Content, Message, RawField, value
+from pdrouter.proxy.bounds import items
+from pdrouter.proxy.content import DIGEST_BYTES, MAX_MEDIA, Content, Message, RawField, is_array, says_something, value
 
 _FIRST = re.compile(rb"\[\s*+(.)", re.DOTALL)
 """The first character inside an array."""
-
-_ROW = rb'\[[^\[\]{}"]*+\]'
-_ROWS = rb"\[(?:%b(?:,(?=\[)|(?=\])))++\]"
-_EMBEDDINGS = re.compile(_ROWS % _ROW)
-_LIST_OF_EMBEDDINGS = re.compile(_ROWS % (_ROWS % _ROW))
-"""A row of numbers for each token, and a list of such prompts. Possessive: nothing is read twice."""
 
 _NOT_IN_IDS = (b'"', b"{", b"-", b".", b"e", b"E", b"n")
 """Each value that isn't a token id or a list has one of these; such a scan costs next to nothing."""
 
 _SPACE = b" \t\r\n"
-_STRING, _ARRAY = b'"['
-"""What a JSON value begins with."""
+_STRING = b'"'[0]
+"""What a JSON text begins with."""
 
 _FIRST_ROLES = (b'"system"', b'"developer"')
 """Chat templates put tools behind the messages of these roles at the beginning, and before all others."""
@@ -48,8 +42,11 @@ _FIRST_ROLES = (b'"system"', b'"developer"')
 _BYTES_PER_TOKEN = 4
 """A medium is compared as if it were so wide a text for each of its tokens: as wide as English prose is."""
 
-_MAX_MEDIA_BLOCKS = 65_536
-"""Blocks of a prompt's media, however large they are said to be (I9)."""
+_MEDIA_COMMAS = 4 * MAX_MEDIA
+"""Commas in the media of ``/generate``, strings aside: each may be an object. Chosen."""
+
+_MAX_BLOCKS = 16_384
+"""Blocks of a prompt that are compared, the first ones (I9): 16 MB of text by default. Chosen: 5 ms to hash."""
 
 
 class Prompt(Struct, frozen=True):
@@ -73,27 +70,31 @@ class Prompt(Struct, frozen=True):
 
         A block ends behind each medium; the other blocks that it fills are empty, as its digest says all of it.
         """
-        raw, start, blocks, left = memoryview(self.raw), 0, [], _MAX_MEDIA_BLOCKS
+        raw, start = memoryview(self.raw), 0
+        blocks: list[memoryview] = []
         cut = _id_blocks if self.is_ids else _text_blocks
         if not self.media_ends:
             return cut(raw, block_bytes)
         for end in self.media_ends:
             whole = _text_blocks(raw[start:end], block_bytes)
             start += block_bytes * len(whole)
-            more = min((end - start + self.media_bytes) // block_bytes - 1, left)
-            left -= max(0, more)
+            more = min((end - start + self.media_bytes) // block_bytes - 1, _MAX_BLOCKS)
             blocks += [*whole, raw[start:end], *[raw[:0]] * more]
             start = end
-        return blocks + cut(raw[start:], block_bytes)
+            if len(blocks) >= _MAX_BLOCKS:
+                return blocks[:_MAX_BLOCKS]
+        return (blocks + cut(raw[start:], block_bytes))[:_MAX_BLOCKS]
 
 
 def _text_blocks(raw: memoryview, block_bytes: int) -> list[memoryview]:
-    return [raw[end - block_bytes : end] for end in range(block_bytes, len(raw) + 1, block_bytes)]
+    ends = range(block_bytes, len(raw) + 1, block_bytes)[:_MAX_BLOCKS]
+    return [raw[end - block_bytes : end] for end in ends]
 
 
 def _id_blocks(raw: memoryview, block_bytes: int) -> list[memoryview]:
-    blocks, start, text = [], 0, bytes(raw)
-    while (end := text.find(b",", start + block_bytes)) >= 0:
+    blocks: list[memoryview] = []
+    start, text = 0, bytes(raw)
+    while len(blocks) < _MAX_BLOCKS and (end := text.find(b",", start + block_bytes)) >= 0:
         blocks.append(raw[start:end])
         start = end
     return blocks
@@ -206,15 +207,21 @@ def _add_media(content: Content, name: str, raw: Raw, samples: int) -> int:
     Source: SGLang 0.5.23, ``io_struct.py``, ``_normalize_image_data``: one, one for each sample, or a list for each.
     """
     before = len(content.media)
-    for item in _items(name, raw, MAX_MEDIA) if _is_array(raw) else [raw]:
-        for one in _items(name, item, MAX_MEDIA) if _is_array(item) else [item]:
-            if value(one) is not None:
+    for item in _media_in(name, raw):
+        for one in _media_in(name, item):
+            if says_something(one):
                 content.add_medium([one])
-    return (len(content.media) - before) * (1 if _is_array(raw) else samples)
+    return (len(content.media) - before) * (1 if is_array(raw) else samples)
 
 
-def _is_array(raw: Raw) -> bool:
-    return memoryview(raw)[0] == _ARRAY
+def _media_in(name: str, raw: Raw) -> Sequence[Raw]:
+    """Return the items of a list, or else the one that there is."""
+    if not is_array(raw):
+        return (raw,)
+    found = items(bytes(raw), MAX_MEDIA, _MEDIA_COMMAS)
+    if found is None:
+        raise InvalidRequest(f"the field {name!r} has more than {MAX_MEDIA} items", param=name)
+    return found
 
 
 def _required(name: str, field: RawField) -> Raw:
@@ -232,35 +239,29 @@ def _text_or_ids(name: str, raw: bytes) -> Prompt:
     if first is None:
         raise _neither(name)
     if first[1] == b'"':
-        items = _items(name, raw, MAX_BATCH)
-        if len(items) > MAX_BATCH:
+        texts = items(raw, MAX_BATCH)
+        if texts is None:
             raise too_many_samples()
-        if any(memoryview(item)[0] != _STRING for item in items):
+        if any(memoryview(text)[0] != _STRING for text in texts):
             raise _neither(name)
-        return Prompt(raw, raw, 0, len(items))
+        return Prompt(raw, raw, 0, len(texts))
     if first[1] == b"]":
         raise InvalidRequest(f"the field {name!r} is empty", param=name)
-    return Prompt(raw, b"", *_count_ids(name, raw), is_ids=True)
-
-
-def _count_ids(name: str, raw: bytes) -> tuple[int, int | None]:
-    """Return how many token ids there are, and in how many lists if there are lists; nothing is read one by one."""
-    if raw.find(b"[", 1) < 0:
-        return _count_flat(name, raw), None
+    if first[1] != b"[":
+        if raw.find(b"[", 1) >= 0:
+            raise _neither(name)
+        return Prompt(raw, b"", _count_ids(name, raw), is_ids=True)
     compact = raw.translate(None, _SPACE)
-    if b"[]" in compact:
-        raise InvalidRequest(f"the field {name!r} is empty", param=name)
-    lists = compact.count(b"[") - 1
-    is_list_of_lists = compact.startswith(b"[[") and compact.endswith(b"]]") and compact.count(b"],[") == lists - 1
-    if not is_list_of_lists:
+    lists = _rows(compact)
+    if lists is None:
         raise _neither(name)
     if lists > MAX_BATCH:
         raise too_many_samples()
-    return _count_flat(name, compact), lists
+    return Prompt(raw, b"", _count_ids(name, compact[1:]), lists, is_ids=True)
 
 
-def _count_flat(name: str, raw: bytes) -> int:
-    if any(mark in raw for mark in _NOT_IN_IDS):
+def _count_ids(name: str, raw: bytes) -> int:
+    if any(raw.find(mark, 1) >= 0 for mark in _NOT_IN_IDS):
         raise _neither(name)
     return raw.count(b",") + 1
 
@@ -268,24 +269,28 @@ def _count_flat(name: str, raw: bytes) -> int:
 def _embeddings(raw: bytes) -> Prompt:
     """Read embeddings: a row for each token, or a list of such prompts."""
     compact = raw.translate(None, _SPACE)
-    lists = compact.count(b"[") - 1
-    if _EMBEDDINGS.fullmatch(compact):
-        return Prompt(raw, b"", lists)
-    if not _LIST_OF_EMBEDDINGS.fullmatch(compact):
+    rows = _rows(compact)
+    if rows is not None:
+        return Prompt(raw, b"", rows)
+    prompts = compact.count(b"]],[[") + 1
+    rows = compact.count(b"[") - 1 - prompts
+    ends = compact.startswith(b"[[[") and compact.endswith(b"]]]")
+    if not ends or b"[]" in compact or compact.count(b"],[") != rows - 1:
         text = "the field 'input_embeds' must be a list of rows, or a list of such lists"
         raise InvalidRequest(text, param="input_embeds")
-    prompts = compact.count(b"]],[") + 1
     if prompts > MAX_BATCH:
         raise too_many_samples()
-    return Prompt(raw, b"", lists - prompts, prompts)
+    return Prompt(raw, b"", rows, prompts)
 
 
-def _items(name: str, raw: Raw | bytes, limit: int) -> Sequence[Raw]:
-    """Return the items of a list, as many as may be and one more."""
-    try:
-        return first_items(raw, limit + 1)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise _neither(name) from error
+def _rows(compact: bytes) -> int | None:
+    """Return how many lists stand in a list, ``None`` where anything else does, or lists that are empty or deeper.
+
+    JSON without spaces and strings is told by its brackets: nothing is read one by one.
+    """
+    rows = compact.count(b"[") - 1
+    ends = compact.startswith(b"[[") and compact.endswith(b"]]")
+    return rows if ends and b"[]" not in compact and compact.count(b"],[") == rows - 1 else None
 
 
 def _neither(name: str) -> InvalidRequest:

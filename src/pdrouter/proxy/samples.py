@@ -250,6 +250,7 @@ class SampleClient(Client):
             takes_chunks=False,
             keeps_alive=False,
         )
+        self.asked_s = client.asked_s
         self._samples = samples
         self.number = number
         self.is_streamed = False

@@ -7,9 +7,7 @@ aren't rendered: what they add is learned (``core/tokens.py``). It knows files a
 import asyncio
 import importlib
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
@@ -23,6 +21,7 @@ from pdrouter.core.tokens import TextShape
 from pdrouter.errors import ConfigError
 from pdrouter.proxy.bodies import Api, decode
 from pdrouter.proxy.client import Client
+from pdrouter.proxy.offload import Offload
 from pdrouter.proxy.prompts import read_prompt
 
 _FILE = "tokenizer.json"
@@ -60,8 +59,7 @@ class Counter:
         self._options = options
         files = {path: load_tokenizer(path) for path in dict.fromkeys(options.paths.values())}
         self._tokenizers = {model: files[path] for model, path in options.paths.items()}
-        self._threads = ThreadPoolExecutor(options.threads, "tokenizer")
-        self._places = threading.BoundedSemaphore(options.max_waiting)  # I9
+        self._threads = Offload("tokenizer", options.threads, options.max_waiting)
         self._counts = dict.fromkeys(("counted", "too_long", "too_many", "failed", "left"), 0)
 
     def counters(self) -> Mapping[str, int]:
@@ -77,26 +75,14 @@ class Counter:
         if len(body) > self._options.max_bytes:
             self._counts["too_long"] += 1
             return False
-        if not self._places.acquire(blocking=False):
+        work = partial(count_tokens, tokenizer, api, body)
+        if not self._threads.start(work, client, partial(self._done, facts, go_on)):
             self._counts["too_many"] += 1
             return False
-        work = self._threads.submit(count_tokens, tokenizer, api, body)
-        work.add_done_callback(lambda _: self._places.release())
-        counting = asyncio.wrap_future(work)
-        waiter = client.listener = _Waiter(counting)
-        counting.add_done_callback(partial(self._done, facts, client, waiter, go_on))
         return True
 
-    def _done(
-        self,
-        facts: RequestFacts,
-        client: Client,
-        waiter: "_Waiter",
-        go_on: GoOn,
-        counting: "asyncio.Future[TextShape]",
-    ) -> None:
-        client.listener = None
-        if waiter.is_gone or counting.cancelled():
+    def _done(self, facts: RequestFacts, go_on: GoOn, counting: "asyncio.Future[TextShape] | None") -> None:
+        if counting is None:
             self._counts["left"] += 1
             go_on(None)
         elif counting.exception() is not None:
@@ -113,25 +99,7 @@ class Counter:
 
     def close(self) -> None:
         """Count no more; what has begun comes to its end."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class _Waiter:
-    """Hears that a client has left while its prompt is counted."""
-
-    __slots__ = ("_counting", "is_gone")
-
-    def __init__(self, counting: "asyncio.Future[TextShape]") -> None:
-        self._counting = counting
-        self.is_gone = False
-
-    def client_drained(self) -> None:
-        """Nothing is being written."""
-
-    def client_gone(self) -> None:
-        """Nobody needs the count any more."""
-        self.is_gone = True
-        self._counting.cancel()
+        self._threads.close()
 
 
 def count_tokens(tokenizer: Tokenizer, api: Api, body: bytes) -> TextShape:

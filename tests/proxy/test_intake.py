@@ -64,6 +64,12 @@ def test_a_plain_request(api: Api) -> None:
     assert b"{" + bytes(inbound.rest(OWNED_FIELDS)) == json.dumps(PLAIN[api]).encode()
 
 
+def test_a_prompt_of_nothing() -> None:
+    """A message without content has no bytes to compare; it is for the engine to judge."""
+    facts, _ = read(Api.MESSAGES, {"model": "m", "max_tokens": 2, "messages": [{}], "system": None, "tools": None})
+    assert (facts.prompt_tokens, len(facts.prefix_blocks), facts.block_tokens) == (1, 0, 0.0)
+
+
 @pytest.mark.invariant("I10")
 def test_a_body_without_fields_of_ours_is_not_copied() -> None:
     """What goes on is a view of what came."""

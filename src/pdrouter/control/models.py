@@ -65,11 +65,12 @@ class ModelMonitor:
         self._lists = lists
         self._is_ready = is_ready
         self._ask = ask
+        self._rng = random.Random()  # noqa: S311
 
     async def run(self) -> None:
         """Ask for ever."""
         while True:
-            share = random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
+            share = self._rng.uniform(1 - _JITTER, 1 + _JITTER)
             await asyncio.sleep(self._lists.options.interval_s * share)
             if self._is_ready():
                 self._lists.counts["asked"] += 1

@@ -268,7 +268,7 @@ class Intake:
         adapter = None if body.lora_path is UNSET else adapter_of(body.lora_path)
         tokens = prompt.tokens + (self._router.tokens.estimate(names.base(model, adapter), text) if text else 0)
         is_text = samples == 1 and not prompt.tokens and not prompt.media_ends
-        is_short = samples == 1 and not blocks
+        is_short = samples == 1 and not blocks and bool(prompt.raw)
         if is_short:
             blocks = [memoryview(prompt.raw)]
         media_bytes = prompt.media_bytes * len(prompt.media_ends)

@@ -13,6 +13,7 @@ from pdrouter.proxy.client import Client
 from pdrouter.proxy.connection import Connection
 from pdrouter.proxy.edge import attempt
 from pdrouter.proxy.limits import is_loopback
+from pdrouter.setting import Secret
 from tests.front import Front
 from tests.lab import Lab, Reply, connect, make_lab
 
@@ -87,7 +88,7 @@ def test_who_is_refused(header: dict[str, Any], code: str) -> None:
 def test_other_machines() -> None:
     """They need a key, or the setting that opens the API; a page is refused nevertheless."""
     opened = msgspec.structs.replace(ACCESS, is_open=True)
-    locked = msgspec.structs.replace(ACCESS, api_key="k")
+    locked = msgspec.structs.replace(ACCESS, api_key=Secret("k"))
     assert refusal(ACCESS, is_local=False, host="10.0.0.1") == "key_needed"
     assert refusal(opened, is_local=False, host="10.0.0.1") == ""
     assert refusal(opened, is_local=False, host="evil.example") == "host_not_allowed"

@@ -41,7 +41,8 @@ def listing(role: str | None, cards: Sequence[Card], answer: object = ANSWER) ->
 async def pairs(engine: str, *cards: Sequence[Card]) -> AsyncIterator[tuple[Lab, list[ScriptedEngine]]]:
     """Run a router over a pair for each list of ids; return the prefill engines, then the decode engines."""
     flags: dict[str, Any] = {"disaggregation": "always"}
-    sides = [listing(role, each) for role in ("prefill", "decode") for each in cards]
+    owned = [[{**card, "owned_by": engine} for card in each] for each in cards]
+    sides = [listing(role, each) for role in ("prefill", "decode") for each in owned]
     async with contextlib.AsyncExitStack() as stack:
         for side in sides:
             await stack.enter_async_context(side.listen())
@@ -118,10 +119,11 @@ async def test_a_prompt_of_an_adapter_isnt_the_models() -> None:
 @pytest.mark.parametrize("name", ["org/gpt-oss:120b", "s3://bucket/model"])
 async def test_names_with_colons_and_slashes(name: str) -> None:
     """They are found whole, as is an adapter behind another colon."""
-    cards: Sequence[Card] = [{**BASE, "id": name}, {"id": "sql", "parent": name}]
+    base = {**BASE, "owned_by": "sglang"}
+    cards: Sequence[Card] = [{**base, "id": name}, {"id": "sql", "parent": name}]
     async with (
         listing(None, cards).listen() as one,
-        listing(None, [{**BASE, "id": "other"}]).listen() as two,
+        listing(None, [{**base, "id": "other"}]).listen() as two,
         route_to((), (), [one, two]) as lab,
     ):
         for model in (name, f"{name}:sql"):

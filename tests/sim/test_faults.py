@@ -16,7 +16,7 @@ GENERATE = {"text": "hello", "sampling_params": {"max_new_tokens": 4}, "stream":
 @pytest.fixture
 async def emulator() -> Any:
     """Fast engine of two ranks."""
-    async with start_emulator(EmulatorSettings(dp_size=2, speed=200.0)) as emulator:
+    async with start_emulator(EmulatorSettings(dp_size=2, speed=200.0, load_api="both")) as emulator:
         yield emulator
 
 

@@ -213,6 +213,7 @@ class Flight:
     def _prefill_done(self, error: RouterError | None) -> None:
         if self._is_over:
             self._owner.late_prefills.take_out(self)
+            self.end_prefill()
             return
         prefill, decode = self._decision.prefill or self._decision.decode, self._decision.decode
         if error is not None:

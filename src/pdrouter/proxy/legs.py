@@ -81,7 +81,7 @@ class Held:
 
 
 class PrefillLeg:
-    """Reads a prefill reply to its end and calls ``on_done`` once, with what went wrong or ``None``.
+    """Reads a prefill reply and calls ``on_done`` once, at its end or at a failure, with what went wrong or ``None``.
 
     A good reply is dropped unless ``keeps`` asks for it, but for its end. ``is_good`` says that it has
     come, and isn't an error, nor has one inside (``spoken`` is how it would tell that).
@@ -187,6 +187,6 @@ class PrefillLeg:
     def _end(self, error: RouterError | None) -> None:
         on_done, self._on_done = self._on_done, None  # no cycle is left for the collector
         if on_done is not None:
-            self.is_done = True
+            self.is_done = self._exchange.is_complete or not isinstance(error, EngineFailure)
             self._exchange.listen(None)
             on_done(error)

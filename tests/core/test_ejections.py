@@ -96,6 +96,18 @@ def test_ranks_weigh_what_they_are_of_their_endpoint() -> None:
     assert (list(fleet.ranks_out["a"]), list(fleet.ranks_out["b"])) == ([1, 2], [0, 1])
 
 
+@pytest.mark.parametrize("is_endpoint_first", [True, False])
+def test_an_endpoint_that_is_out_with_its_ranks_is_out_once(is_endpoint_first: bool) -> None:
+    """Of two endpoints, both may be out with all their ranks, in whatever order their breakers ask."""
+    fleet, ejections = fleet_of(regular("a", dp_size=2), regular("b", dp_size=2), options=EjectionOptions(1.0, 0.0))
+    names: list[Name] = [name for a in "ab" for name in (a, RankKey(a, 0), RankKey(a, 1))]
+    for name in names if is_endpoint_first else reversed(names):
+        wish(fleet, ejections, name)
+    assert out(fleet) == "ab"
+    assert (list(fleet.ranks_out["a"]), list(fleet.ranks_out["b"])) in [([0, 1], [0, 1]), ([1, 0], [1, 0])]
+    assert ejections.counts["overflow"] == 0
+
+
 @pytest.mark.parametrize("source", [HEALTH, DRAIN])
 def test_in_panic_all_that_others_leave_in_are_tried(source: str) -> None:
     """While fewer than the threshold would be left; it ends when enough are there again."""

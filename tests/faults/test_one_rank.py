@@ -1,6 +1,7 @@
 """One rank of an engine fails while its neighbours are well: it goes out alone, and comes back by a probe."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -107,13 +108,13 @@ async def test_it_comes_back_by_a_probe(side: str) -> None:
         emulator, counts = side_of(lab, side), lab.core.outcomes.breakers.counts
         await fault(emulator, "status", rank=RANK)
         await until_out(lab, emulator)
-        failed = 0
+        failed, texts = 0, map(str, itertools.count())  # each text is new: a repeated one is sent where it was read
         while counts["opened"] < 3:
-            failed += await ask_many(lab, "meanwhile", 4)
+            failed += await ask_many(lab, f"meanwhile {next(texts)}", 4)
         assert failed == counts["opened"] - 1 == counts["probes"]
         await mend(emulator)
         while ranks_out(lab) or counts["closed"] < 1:
-            assert await ask(lab, "mended") is None
+            assert await ask(lab, f"mended {next(texts)}") is None
         before = emulator.snapshot().requests_by_rank[RANK]
         assert not await ask_many(lab, "after", 2 * RANKS)
         assert emulator.snapshot().requests_by_rank[RANK] > before

@@ -80,23 +80,27 @@ class Ejections:
     def _held(self, pool: _Pool, names: Sequence[Name]) -> Collection[Name]:
         """Return the wishes that hold."""
         members = {endpoint.address: endpoint for endpoint in self._fleet if _pool(endpoint) == pool}
-        most, out = max(1.0, self._options.most * len(members)) + _ROUNDING, 0.0
-        held: dict[Name, float] = {}
+        most, total = max(1.0, self._options.most * len(members)) + _ROUNDING, 0.0
+        out: dict[str, float] = {}  # the share of each endpoint that is out
+        held: set[Name] = set()
         for name in names:
-            share = 1.0 if isinstance(name, str) else 1.0 / members[name.endpoint].dp_size
-            if out + share <= most:
-                out += share
-                held[name] = share
+            address = _address(name)
+            share, before = _share(name, members[address]), out.get(address, 0.0)
+            more = min(share, 1.0 - before)  # an endpoint that is out is out once, with its ranks
+            if total + more <= most:
+                total += more
+                out[address] = before + more
+                held.add(name)
                 self._overflow.discard(name)
             elif name not in self._overflow:
                 self._overflow.add(name)
                 self.counts["overflow"] += 1
-        return () if self._is_panic(pool, list(members.values()), held) else held
+        return () if self._is_panic(pool, list(members.values()), out) else held
 
-    def _is_panic(self, pool: _Pool, members: Sequence[Endpoint], held: dict[Name, float]) -> bool:
+    def _is_panic(self, pool: _Pool, members: Sequence[Endpoint], out: dict[str, float]) -> bool:
         """Whether too little would be left."""
         others = {e.address for e in members if any(self._fleet.why_out(e.address, s) for s in (HEALTH, DRAIN))}
-        left = len(members) - len(others) - sum(share for name, share in held.items() if _address(name) not in others)
+        left = len(members) - len(others) - sum(share for address, share in out.items() if address not in others)
         is_panic = left < self._options.panic * len(members) - _ROUNDING
         if is_panic and pool not in self._in_panic:
             self.counts["panic"] += 1
@@ -106,6 +110,11 @@ class Ejections:
 
 def _pool(endpoint: Endpoint) -> _Pool:
     return endpoint.role, endpoint.model
+
+
+def _share(name: Name, endpoint: Endpoint) -> float:
+    """Return how much of its endpoint a name is."""
+    return 1.0 if isinstance(name, str) else 1.0 / endpoint.dp_size
 
 
 def _address(name: Name) -> str:

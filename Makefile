@@ -16,10 +16,11 @@ TEST_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_S ?= 60
 TEST_VLLM_ARGS ?=
+ABUSE_ARGS ?=
 TEST_SGLANG_ARGS ?=
 AIPERF_ARGS ?=
 
-.PHONY: help demo test test-clients test-vllm test-sglang aiperf lint format docs bench study study-quick fuzz lock clean
+.PHONY: help demo test test-slow abuse abuse-soak test-clients test-vllm test-sglang aiperf lint format docs bench study study-quick fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +39,14 @@ demo: $(VENV)/.demo-installed  ## route real traffic over an emulated fleet and 
 
 test: lint  ## lint, types, architecture and all tests
 	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+abuse: $(VENV)/.dev-installed  ## hostile clients, engines, disks and settings, each with what must happen (3 minutes)
+	@$(BIN)/python -m tests.abuse $(ABUSE_ARGS)
+
+abuse-soak: $(VENV)/.dev-installed  ## the same in turn for 10 minutes, beside honest traffic that must not notice
+	@$(BIN)/python -m tests.abuse --soak 600 $(ABUSE_ARGS)
+
+test-slow: abuse  ## what takes minutes: make abuse
 
 $(VLLM_VENV)/.installed: requirements/vllm.txt tests/real/prepare_vllm.py
 	@test -x $(VLLM_VENV)/bin/python || { echo "creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }

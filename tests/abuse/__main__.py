@@ -72,13 +72,17 @@ async def play(case: Case, stage: Stage) -> Result:
     )
 
 
-async def run(names: Sequence[str]) -> list[Result]:
-    """Play the cases of these names, or all."""
-    chosen = sorted((case for case in CASES if not names or case.name in names), key=lambda case: case.item)
+def chosen(names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names, or all."""
+    return sorted((case for case in CASES if not names or case.name in names), key=lambda case: case.item)
+
+
+async def run(cases: Sequence[Case]) -> list[Result]:
+    """Play cases."""
     results: list[Result] = []
     async with open_stage() as stage:
-        for number, case in enumerate(chosen, 1):
-            sys.stderr.write(f"{number}/{len(chosen)} {case.name}\n")
+        for number, case in enumerate(cases, 1):
+            sys.stderr.write(f"{number}/{len(cases)} {case.name}\n")
             results.append(await play(case, stage))
     return results
 
@@ -107,8 +111,8 @@ def main() -> int:
             console.print(f"{case.item or '-':>2} {case.name:24} {case.input}", markup=False)
         return 0
     if args.soak is not None:
-        return uvloop.run(soak(args.soak, CASES, console, is_json=args.json))
-    results = uvloop.run(run(args.only))
+        return uvloop.run(soak(args.soak, chosen(args.only), console, is_json=args.json))
+    results = uvloop.run(run(chosen(args.only)))
     is_ok = bool(results) and all(one.is_ok for one in results)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.encode([one._asdict() for one in results]) + b"\n")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.abuse.case import case, must
-from tests.abuse.stage import MIB, SPOILT, Stage
+from tests.abuse.stage import HOSTILE, MIB, SPOILT, Stage
 from tests.lab import Call, Reply, connect, get, post
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -48,7 +48,7 @@ async def unread_errors(stage: Stage) -> str:
 @case(1, "16 streams of 20,000 tokens that nobody reads", "64 KB a client, write time 2 s")
 async def unread_streams(stage: Stage) -> str:
     body = json.dumps(
-        {"model": "emulated", "prompt": "x", "max_tokens": 20_000, "stream": True, "ignore_eos": True}
+        {"model": HOSTILE, "prompt": "x", "max_tokens": 20_000, "stream": True, "ignore_eos": True}
     ).encode()
     calls = [await connect(stage.url, receive_bytes=4096) for _ in range(16)]
     for call in calls:
@@ -74,21 +74,21 @@ async def _bodies(stage: Stage, path: str, bodies: Iterable[bytes], *statuses: i
 async def many_parts(stage: Stage) -> str:
     def body(count: int) -> bytes:
         parts = b",".join([b"{}"] * count)
-        return b'{"model":"emulated","max_tokens":1,"messages":[{"role":"user","content":[' + parts + b"]}]}"
+        return b'{"model":"hostile","max_tokens":1,"messages":[{"role":"user","content":[' + parts + b"]}]}"
 
     return await _bodies(stage, CHAT, (body(50_000), body(400_000)), 200, 400)
 
 
 @case(2, '1.6 MB of "prompt":[[1],[1],...]', "max_samples, before any work")
 async def many_prompts(stage: Stage) -> str:
-    body = b'{"model":"emulated","max_tokens":1,"prompt":[' + b",".join([b"[1]"] * 400_000) + b"]}"
+    body = b'{"model":"hostile","max_tokens":1,"prompt":[' + b",".join([b"[1]"] * 400_000) + b"]}"
     return await _bodies(stage, COMPLETIONS, [body], 400)
 
 
 @case(2, "200,000 messages; 200,000 tools; n of 10^9; 100,000 fields", "400, or linear")
 async def many_of_all(stage: Stage) -> str:
     message, tool = b'{"role":"user","content":""}', b'{"type":"function","function":{"name":"f"}}'
-    start = b'{"model":"emulated","max_tokens":1,'
+    start = b'{"model":"hostile","max_tokens":1,'
     say = b'"messages":[{"role":"user","content":"x"}]'
     bodies = (
         start + b'"messages":[' + b",".join([message] * 200_000) + b"]}",
@@ -102,7 +102,7 @@ async def many_of_all(stage: Stage) -> str:
 @case(2, "2 MB of input_embeds; JSON 100,000 levels deep", "400, or linear")
 async def deep_and_wide(stage: Stage) -> str:
     embeds = b'{"input_embeds":[' + b",".join([b"[0.1,0.2]"] * 200_000) + b'],"sampling_params":{"max_new_tokens":1}}'
-    deep = b'{"model":"emulated","prompt":"x","max_tokens":1,"extra":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    deep = b'{"model":"hostile","prompt":"x","max_tokens":1,"extra":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     first = await _bodies(stage, GENERATE, [embeds], 200, 400, 500)
     return f"{first}; {await _bodies(stage, COMPLETIONS, [deep], 200, 400)}"
 
@@ -137,7 +137,7 @@ async def odd_heads(stage: Stage) -> str:
 async def repeated_key(stage: Stage) -> str:
     for name in ("authorization", "x-api-key"):
         async with await connect(stage.url) as call:
-            body = b'{"model":"emulated","prompt":"x","max_tokens":1}'
+            body = b'{"model":"hostile","prompt":"x","max_tokens":1}'
             lines = b"%b: Bearer a\r\n%b: Bearer b\r\n" % (name.encode(), name.encode())
             head = b"POST %b HTTP/1.1\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n"
             call.writer.write(head % (COMPLETIONS.encode(), lines, len(body)) + body)
@@ -163,7 +163,7 @@ async def odd_numbers(stage: Stage) -> str:
     seen: set[int] = set()
     for number in (b"-1", b"1" + b"0" * 400, b"1e999", b"NaN", b'"' + b"9" * 400 + b'"', b"-0.5"):
         for field in (b"max_tokens", b"n", b"max_completion_tokens", b"priority"):
-            body = b'{"model":"emulated","messages":[{"role":"user","content":"x"}],"%b":%b}' % (field, number)
+            body = b'{"model":"hostile","messages":[{"role":"user","content":"x"}],"%b":%b}' % (field, number)
             reply = await post(stage.url, CHAT, body)
             seen.add(reply.status)
             must(reply.status in (200, 400), f"{field!r} {number[:9]!r}: {reply.status} {reply.body[:120]!r}")
@@ -282,7 +282,7 @@ async def early_signal(stage: Stage) -> str:
 @case(0, "300 clients that leave at any moment of a stream", "nothing left in the ledger")
 async def leavers(stage: Stage) -> str:
     async def one(number: int) -> None:
-        body = {"model": "emulated", "prompt": f"leave {number}", "max_tokens": 400, "stream": True}
+        body = {"model": HOSTILE, "prompt": f"leave {number}", "max_tokens": 400, "stream": True}
         call = await connect(stage.url)
         call.send("POST", COMPLETIONS, json.dumps(body).encode(), {"content-type": "application/json"})
         with contextlib.suppress(TimeoutError, OSError, EOFError):

@@ -33,6 +33,7 @@ class Soaked(msgspec.Struct):
     after_first_mib: float
     end_mib: float
     problems: list[str]
+    worst_s: dict[str, float]
 
     @property
     def slower(self) -> float:
@@ -63,34 +64,46 @@ async def soak(seconds: float, cases: Sequence[Case], console: Console, *, is_js
         f"memory {found.before_mib:.0f} MB at start, {found.most_mib:.0f} at most "
         f"(budgets allow {found.before_mib + BUDGETS_MIB:.0f}), {found.end_mib:.0f} at the end"
     )
+    worst = sorted(found.worst_s.items(), key=lambda pair: -pair[1])[:5]
+    console.print("slowest honest request: " + ", ".join(f"{1000 * s:.0f} ms in {name}" for name, s in worst))
     verdict = "FAILED" if found.problems else "ok"
     console.print(f"abuse-soak: {verdict} rounds={found.rounds} cases={found.played} slower={found.slower:.2f}")
     return 1 if found.problems else 0
 
 
 async def _soak(stage: Stage, seconds: float, cases: Sequence[Case]) -> Soaked:
+    stage.give_way()
     await asyncio.sleep(2.0)  # the first requests pay for imports
     await stage.report()
     await asyncio.sleep(ALONE_SHARE * seconds)
     alone = await stage.report()
     watch = Watch(stage.router)
     watching = asyncio.create_task(watch.run())
-    found = Soaked(0, 0, alone, Report([], []), watch.before_bytes / MIB, 0.0, 0.0, 0.0, [])
+    found = Soaked(0, 0, alone, Report([], []), watch.before_bytes / MIB, 0.0, 0.0, 0.0, [], {})
     end_s = time.monotonic() + (1 - ALONE_SHARE) * seconds
     while time.monotonic() < end_s:
         for case in cases:
             if time.monotonic() >= end_s:
                 break
             await _play(case, stage, found)
+            await _collect(stage, found, case.name)
         found.rounds += 1
         if found.rounds == 1:
             found.after_first_mib = stage.router.rss_bytes() / MIB
         sys.stderr.write(f"round {found.rounds}, {found.played} cases, {len(found.problems)} problems\n")
     watching.cancel()
     await asyncio.sleep(1.0)
-    found.beside = await stage.report()
+    await _collect(stage, found, "after the last")
     found.most_mib, found.end_mib = watch.most_bytes / MIB, stage.router.rss_bytes() / MIB
     return found
+
+
+async def _collect(stage: Stage, found: Soaked, name: str) -> None:
+    """Take in what became of honest traffic while a case played."""
+    report = await stage.report()
+    found.beside.latencies_s += report.latencies_s
+    found.beside.wrong += report.wrong
+    found.worst_s[name] = max([found.worst_s.get(name, 0.0), *report.latencies_s])
 
 
 async def _play(case: Case, stage: Stage, found: Soaked) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ MIB = 1 << 20
 HONEST_PER_S = 20.0
 SPOILT = "spoilt"
 """The model of the engine that lies, so that honest traffic never meets it."""
+
+HOSTILE = "hostile"
+"""The model of an emulated engine for hostile clients: an engine is slower for all that share it, whatever routes."""
 
 KEPT_OUT = "wherever-it-is-kept"
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -179,6 +183,7 @@ class Stage:
         self._honest: Process
         self._processes = Processes()
         self._count = 0
+        self._polite: list[int] = [os.getpid()]
 
     @property
     def url(self) -> str:
@@ -193,19 +198,22 @@ class Stage:
             await self.engine.listen()
             stack.push_async_callback(self.engine.close)
             self.pair = [await self._emulator(role) for role in ("prefill", "decode")]
-            self.regular = await self._emulator("regular")
+            self.regular = await self._emulator("regular", "--model", HOSTILE)
             fleet = ["--prefill", self.pair[0], "--decode", self.pair[1]]
             spoilt = self.folder / "fleet.yaml"
-            spoilt.write_text(f"worker:\n- {{url: '{self.engine.url}', engine: openai, model: {SPOILT}}}\n", "utf-8")
+            workers = [{"url": self.engine.url, "engine": "openai", "model": SPOILT}, {"url": self.regular}]
+            spoilt.write_text(json.dumps({"worker": workers}), "utf-8")
             self.router = await stack.enter_async_context(self.route("--config", str(spoilt), *fleet))
-            await ready(self.url, 2)
+            await ready(self.url, 3)
             self._honest = await self._processes.start("honest", "tests.abuse.honest", self.url, str(HONEST_PER_S))
             await self._honest.first_line()
             yield self
 
-    async def _emulator(self, role: str) -> str:
-        words = ("emulate", "--role", role, "--dp-size", "2", "--speed", "50")
+    async def _emulator(self, role: str, *more: str) -> str:
+        words = ("emulate", "--role", role, "--dp-size", "2", "--speed", "50", *more)
         process = await self._processes.start(role, "pdrouter", *words)
+        if role == "regular":
+            self._polite.append(process.pid)
         return msgspec.json.decode(await process.first_line(), type=_Listening).url
 
     @contextlib.asynccontextmanager
@@ -250,6 +258,11 @@ class Stage:
     async def ask(self, body: object, path: str = "/v1/chat/completions", **headers: str) -> Reply:
         """Send a request to the shared router."""
         return await post(self.url, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+
+    def give_way(self) -> None:
+        """Let hostile clients and their engine take no processor from the others: theirs is another machine."""
+        for pid in self._polite:
+            os.setpriority(os.PRIO_PROCESS, pid, 19)
 
     async def report(self) -> Report:
         """Return what became of honest traffic since the last report."""

@@ -152,7 +152,20 @@ def test_an_event_without_end() -> None:
     endless = StreamReader(SPOKEN)
     endless.feed(b"x" * 100_000)
     endless.finish()
-    assert known(endless) == (True, True, False, 1, None)
+    assert known(endless) == (False, False, False, 0, None)
+
+
+@pytest.mark.invariant("I9")
+@pytest.mark.parametrize("size", [16_380, 16_384, 16_385, 16_388, 16_400, 40_000])
+@pytest.mark.parametrize("start", [b"data: {", b": ping", b"no field"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_a_long_event_is_the_same_in_any_pieces(start: bytes, size: int, line_end: bytes) -> None:
+    """A part of the answer if it has data, and nothing if it is a comment, whether it comes whole or cut."""
+    event = start + b"x" * (size - len(start)) + 2 * line_end
+    told = known(read([event, DONE]))
+    assert told[3] == start.startswith(b"data")
+    for cut in (1, 16_383, 16_384, 16_387, 16_388, len(event) - 3, len(event) - 1):
+        assert known(read([event[:cut], event[cut:], DONE])) == told, cut
 
 
 @pytest.mark.parametrize(

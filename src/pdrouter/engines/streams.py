@@ -93,12 +93,15 @@ class StreamReader:
             self.surplus_bytes, self._rest = len(self._rest), b""
         elif self._is_long:
             self._rest = self._rest[-_BLANK_BYTES:]
-        elif len(self._rest) > _MOST_EVENT_BYTES:  # I9
+        elif len(self._rest) >= _MOST_EVENT_BYTES + _BLANK_BYTES:  # I9; less may be the end of a shorter event
+            self._take_long(self._rest)
             self._rest, self._is_long = self._rest[-_BLANK_BYTES:], True
-            self._count(Kind.PART)
 
     def _take(self, block: bytes) -> None:
         """Take in one event, or a comment."""
+        if len(block) > _MOST_EVENT_BYTES:
+            self._take_long(block)
+            return
         data = event_data(block)
         if not data:
             return
@@ -117,6 +120,11 @@ class StreamReader:
             self.failure = self.failure or aborted()
         else:
             self._count(said)
+
+    def _take_long(self, block: bytes) -> None:
+        """Take in a long event, or its beginning: it is a part of the answer, unless it is a comment."""
+        if event_data(block[:_MOST_EVENT_BYTES]):
+            self._count(Kind.PART)
 
     def _count(self, said: Kind) -> None:
         """Count an event of the answer, unless a failure came before all of it."""

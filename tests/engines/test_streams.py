@@ -78,6 +78,28 @@ def test_streams_in_pieces(name: str, line_end: bytes, cuts: Sequence[int]) -> N
     assert known(read(stream[a:b] for a, b in pairwise(edges))) == told
 
 
+BLOCKS = [
+    TOKEN,
+    PING,
+    b"data: {}\n\n",
+    b'data: {"a":1}\ndata: {}\n\n',
+    b"data: \n\n",
+    b"data: {}\r\n\r\n",
+    b"event: x\ndata: {}\n\n",
+    b"data: {}\n\n\n",
+    ERROR,
+    FINISH,
+    DONE,
+]
+
+
+@given(blocks=st.lists(st.sampled_from(BLOCKS), max_size=12), data=st.data())
+def test_many_events_at_once(blocks: Sequence[bytes], data: st.DataObject) -> None:
+    """Several events in one piece, as a slow engine sends them, are the same as one by one."""
+    edges = [0, *sorted(data.draw(st.lists(st.integers(0, len(blocks)), max_size=3))), len(blocks)]
+    assert known(read(b"".join(blocks[a:b]) for a, b in pairwise(edges))) == known(read(blocks))
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams_by_bytes_and_by_events(name: str) -> None:
     """As above, in the smallest pieces and as engines send them."""

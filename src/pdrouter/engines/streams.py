@@ -13,7 +13,10 @@ from pdrouter.engines.sse import DONE
 
 _JSON_START = b"data: {"
 _JSON_END = b"}\n\n"
-"""How nearly every piece begins and ends: as one event with JSON in one line."""
+_JSON_NEXT = _JSON_END + _JSON_START
+"""How nearly every piece begins and ends: as one event with JSON in one line, or several of them."""
+
+_EVENT_LINES = 2
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _BLANK_BYTES = len(b"\r\n\r\n")
@@ -61,15 +64,16 @@ class StreamReader:
         if (
             self.has_begun
             and not self._rest
-            and piece.find(b"\n") == len(piece) - 2
             and piece.endswith(_JSON_END)
             and piece.startswith(_JSON_START)
             and ERROR not in piece
             and self._spoken.mark not in piece
         ):
-            self.events += 1
-        else:
-            self._split(piece)
+            lines = piece.count(b"\n")
+            if lines == _EVENT_LINES or lines == _EVENT_LINES * (piece.count(_JSON_NEXT) + 1):
+                self.events += lines // _EVENT_LINES
+                return
+        self._split(piece)
 
     def finish(self) -> None:
         """Take in that nothing more comes: an event at the end needn't be closed by a blank line."""

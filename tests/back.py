@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pdrouter.errors import RouterError
-from pdrouter.upstream.connection import Connection, Exchange, Headers
+from pdrouter.upstream.connection import Connection
+from pdrouter.upstream.exchange import Exchange, Headers
 
 
 class Keeper:
@@ -66,6 +67,7 @@ class Engine:
     def __init__(self, most_bytes: int, *, keeps: bool) -> None:
         self.keeper: Any = Keeper(keeps=keeps)
         self.transport = Transport()
+        self.exchange: Exchange | None = None
         self.connection = Connection(
             self.keeper, "engine:1", idle_timeout_s=1.0, read_buffer_bytes=most_bytes, max_header_bytes=most_bytes
         )
@@ -73,7 +75,7 @@ class Engine:
 
     def ask(self, request: tuple[bytes | memoryview, ...]) -> Exchange:
         """Send it a request."""
-        exchange = Exchange(self.keeper, (), 0.0)
+        exchange = self.exchange = Exchange(self.keeper, (), 0.0)
         self.connection.start(exchange, request)
         return exchange
 

@@ -14,7 +14,8 @@ from pdrouter.proxy.legs import PrefillLeg
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.samples import SampleClient, Samples
 from pdrouter.sim.emulator import expected_text, render_chat
-from pdrouter.upstream.connection import Connection, Exchange
+from pdrouter.upstream.connection import Connection
+from pdrouter.upstream.exchange import Exchange
 from tests.lab import CHAT, Lab, Reply, chat, gather, until
 
 NEIGHBOURS = 8

@@ -35,7 +35,7 @@ from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.intake import Intake
 from pdrouter.telemetry.logs import DecisionLog
 from pdrouter.telemetry.metrics import Metrics
-from pdrouter.upstream.connection import Exchange
+from pdrouter.upstream.exchange import Exchange
 from tests import back
 from tests.core.builders import make_endpoint, make_options
 from tests.fuzz.asked import without
@@ -309,6 +309,10 @@ async def serve(case: Case, prefill: Sequence[bytes], answer: Sequence[bytes], f
     return Told(status, told, ended[0].code if ended[0] is not None else "", router.usage, router.grown)
 
 
+_MOST_TURNS = 64
+"""What is said at once is read within so many turns of the loop, unless nobody reads it any more."""
+
+
 class Saying:
     """Lets engines speak, and the client read on where it was behind."""
 
@@ -335,10 +339,14 @@ class Saying:
             await self._settle()
 
     async def _settle(self) -> None:
+        """Let the router read on, turn by turn, and the client."""
         await asyncio.sleep(0)
-        while self._wire.is_full and self._client.listener is not None:
-            self._wire.is_full = False
-            self._client.listener.client_drained()
+        for _ in range(_MOST_TURNS):
+            if self._wire.is_full and self._client.listener is not None:
+                self._wire.is_full = False
+                self._client.listener.client_drained()
+            elif not any(engine.exchange and engine.exchange.pieces for engine in self._engines.values()):
+                return
             await asyncio.sleep(0)
 
 

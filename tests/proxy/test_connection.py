@@ -3,16 +3,18 @@
 import asyncio
 import gc
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import product
 
 import pytest
+import uvloop
 
 from pdrouter.proxy import connection
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.flight import Flight
 from pdrouter.proxy.legs import PrefillLeg
-from pdrouter.upstream.connection import Exchange
+from pdrouter.upstream.exchange import Exchange
 from tests.lab import CHAT, COMPLETIONS, GENERATE, Call, Lab, chat, connect, fault, make_lab, until
 
 IDLE_S = 0.1
@@ -154,6 +156,37 @@ async def test_many_pipelined_requests_wait_in_the_network(monkeypatch: pytest.M
         served = [(await call.finish()).status for _ in range(2 * total + 1)]
         assert served == [*[404] * total, 200, *[404] * total]
         assert most < total / 4
+
+
+@pytest.mark.invariant("I9")
+def test_a_fast_sender_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that comes as fast as it is read takes one read in each turn of the loop, so that others have theirs."""
+    turn, reads, size = 0, Counter[int](), 32 << 20
+    take_in = connection.Connection.data_received
+
+    def data_received(self: connection.Connection, data: bytes) -> None:
+        reads[turn] += 1
+        take_in(self, data)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def send() -> int:
+        async with make_lab(max_payload_size=size) as lab, await connect(lab.url) as call:
+            counting = asyncio.create_task(count_turns())
+            call.send("POST", GENERATE, b"x" * size, {})
+            status = (await call.finish()).status
+            counting.cancel()
+            return status
+
+    monkeypatch.setattr(connection.Connection, "data_received", data_received)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(send()) == 400
+    assert reads.total() > 50
+    assert max(reads[turn] for turn in reads if turn) == 1
 
 
 @pytest.mark.parametrize("cut_after", [7, 10_000])

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import pytest
@@ -313,6 +314,36 @@ async def test_reading(serve: Serve, open_pool: OpenPool, send_pieces: SendPiece
     exchange.close()
 
 
+async def test_reading_in_parts(serve: Serve, open_pool: OpenPool, until: Until) -> None:
+    """A listener that reads so much at once is called until it has all, turn by turn, and then the end."""
+    text, turn = bytes(range(256)) * 1200, 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text))
+        writer.write(text)
+        await reader.read()
+
+    def listener() -> None:
+        if piece := exchange.read_nowait(16_384):
+            read.append((turn, piece, exchange.is_at_end))
+
+    exchange = await open_pool(await serve(script)).send(REQUEST)
+    await exchange.head()
+    read: list[tuple[int, bytes, bool]] = []
+    await until(lambda: exchange.is_complete or exchange.is_paused)
+    exchange.listen(listener)
+    listener()
+    while not exchange.is_at_end:
+        turn += 1
+        await asyncio.sleep(0)
+    assert b"".join(piece for _, piece, _ in read) == text
+    assert [is_at_end for _, _, is_at_end in read] == [False] * (len(read) - 1) + [True]
+    assert max(len(piece) for _, piece, _ in read) <= 16_384
+    assert max(Counter(turn for turn, _, _ in read).values()) <= 2  # more came, and the rest of what had
+    exchange.close()
+
+
 async def test_read_before_head(serve: Serve, open_pool: OpenPool) -> None:
     """Reading the body waits for the head first."""
 
@@ -362,7 +393,7 @@ async def test_request_bytes(serve: Serve, open_pool: OpenPool) -> None:
     pool = open_pool(await serve(script))
     for _ in range(2):
         exchange = await pool.send(REQUEST, *parts)
-        assert exchange.connection is not None
+        assert isinstance(exchange.connection, Connection)
         sock = exchange.connection._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
         assert await exchange.head() == 204
@@ -596,7 +627,7 @@ async def test_reset(serve: Serve, open_pool: OpenPool) -> None:
     pool = open_pool(await serve(script))
     exchange = await pool.send(REQUEST)
     assert await exchange.read() == b"hello"
-    assert exchange.connection is not None
+    assert isinstance(exchange.connection, Connection)
     exchange.connection._transport.write(b"!")  # asks the script for the reset
     with pytest.raises(UpstreamClosed, match="reset"):
         await exchange.read()

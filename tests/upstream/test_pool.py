@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed
-from pdrouter.upstream.connection import Exchange
+from pdrouter.upstream.connection import Connection
+from pdrouter.upstream.exchange import Exchange
 from pdrouter.upstream.pool import Origin, Pool
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -270,7 +271,7 @@ async def test_closed_before_the_repeat(serve: Serve, open_pool: OpenPool, until
     pool = open_pool(await serve(engine))
     await (await pool.send(REQUEST, b"#")).read_all(1024)
     exchange = await pool.send(REQUEST, b"#")
-    assert exchange.connection is not None
+    assert isinstance(exchange.connection, Connection)
     exchange.connection.fail(UpstreamClosed("lost"))
     assert exchange.read_nowait() is None
     exchange.close()

@@ -16,11 +16,14 @@ from pdrouter.proxy.client import Client
 from pdrouter.proxy.legs import STATUS_OK_BELOW, EngineFailure, EngineReply, Held, PrefillLeg
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.replies import JSON_HEADERS, STREAM_HEADERS, passed_on, unsized
-from pdrouter.upstream.connection import Exchange
+from pdrouter.upstream.exchange import Exchange
 
 _MOST_OPENING_BYTES = 65_536
 """What is held of a stream before its first token; with more the answer has begun (I9). Chosen: a role event may carry
 the prompt's token ids."""
+
+_MOST_EVENTS_BYTES = 16_384
+"""What is read of a stream in one turn of the loop: thousands of the smallest events, some milliseconds. Chosen."""
 
 
 class Answer:
@@ -87,7 +90,7 @@ class Answer:
         exchange, client = self.exchange, self._client
         if exchange is None or client.is_full or (self._prefill is not None and self._waits_for(self._prefill)):
             return
-        piece = exchange.read_nowait()
+        piece = exchange.read_nowait(_MOST_EVENTS_BYTES if self._is_stream else None)
         if piece is None:
             return
         if self.has_begun:
@@ -97,7 +100,7 @@ class Answer:
             if opening is None:
                 return
             piece, is_over = opening, self._observer.is_over
-        is_last = is_over or exchange.is_complete
+        is_last = is_over or exchange.is_at_end
         if is_over:
             piece = self._observer.without_surplus(piece)
         if self.cached_tokens is not None:
@@ -154,7 +157,7 @@ class Answer:
         self._opening = opening
         if self._is_stream and not self._is_known:
             are_known = are_events(opening)
-            if are_known is None and not exchange.is_complete:
+            if are_known is None and not exchange.is_at_end:
                 return None
             self._is_known, piece = True, opening
             if are_known is False:
@@ -177,7 +180,7 @@ class Answer:
 
         Raises: EngineFailure if it is one.
         """
-        if not exchange.is_complete:
+        if not exchange.is_at_end:
             return len(opening) > MOST_ERROR_BYTES or opening.lstrip()[:1] not in (b"", b"{")
         self._refuse_error(opening)
         return True
@@ -188,8 +191,8 @@ class Answer:
         Raises: EngineFailure, EmptyStream.
         """
         self._observer.piece(piece)
-        is_over = exchange.is_complete or reader.is_over
-        if exchange.is_complete:
+        is_over = exchange.is_at_end or reader.is_over
+        if exchange.is_at_end:
             reader.finish()
         if reader.failure is not None and not reader.has_begun:
             raise EngineFailure(self._decision.decode, reader.failure)
@@ -211,13 +214,13 @@ class Answer:
 
     def _hold(self, exchange: Exchange, piece: bytes) -> None:
         """Keep what can only be passed on whole, and pass it on then; mostly it has come whole."""
-        if self._held is None and exchange.is_complete and len(piece) <= self._max_bytes:
+        if self._held is None and exchange.is_at_end and len(piece) <= self._max_bytes:
             self._reply(exchange, piece)
             return
         if self._held is None:
             self._held = Held(self._decision.decode, self._max_bytes)
         self._held.add(piece)
-        if exchange.is_complete:
+        if exchange.is_at_end:
             self._reply(exchange, self._held.whole())
 
     def _reply(self, exchange: Exchange, body: bytes) -> None:

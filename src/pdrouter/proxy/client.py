@@ -136,6 +136,10 @@ class Client:
         body, self._body = self._body, b""
         return bytes(body)
 
+    def drop_body(self) -> None:
+        """Let go of the request's body."""
+        self._body = b""
+
     def start(self, status: int, headers: Headers, lines: bytes = b"") -> None:
         """Begin the reply; from here on nothing is tried again (I7). The head goes out with the first piece.
 

@@ -22,6 +22,7 @@ from pdrouter.proxy.backlog import AT_ONCE_BYTES, Backlog
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.limits import NEVER_S, Clients, group_of, is_loopback
 from pdrouter.proxy.outgoing import Outgoing
+from pdrouter.proxy.throttle import Throttle
 
 _LINGER_S = 2.0
 """Time that a client which is still sending has to read a last reply."""
@@ -51,8 +52,9 @@ class Connection(asyncio.Protocol):
     While its client is behind (``outgoing.py``) nothing more of it is parsed or served.
     """
 
-    _transport: asyncio.Transport  # these three are there as soon as anything happens
+    _transport: asyncio.Transport  # these four are there as soon as anything happens
     _out: Outgoing
+    _throttle: Throttle
     write: Callable[[bytes], None]
 
     def __init__(
@@ -75,7 +77,6 @@ class Connection(asyncio.Protocol):
         self._is_deaf = False
         self._is_draining = False
         self._is_parting = False
-        self._is_paused = False
         self._lost: asyncio.Event | None = None
         self._piece_bytes = 0
         # For one request.
@@ -156,6 +157,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport, unless there are too many."""
         self._transport = cast("asyncio.Transport", transport)
+        self._throttle = Throttle(self._transport, self._loop)
         clients, limits = self._clients, self._limits
         self._out = Outgoing(self._transport, limits.write_buffer_bytes, clients.unsent, clients.counts)
         self.write = self._out.write
@@ -196,6 +198,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, and serve what is whole."""
+        self._throttle.count(len(data))
         if self._is_deaf:
             return
         if self._out.is_behind or len(data) > AT_ONCE_BYTES:
@@ -205,9 +208,8 @@ class Connection(asyncio.Protocol):
             self._parse(data)
         if self._waiting:
             self._serve_next()
-        if (self._waiting or self._backlog) and not self._is_paused:  # I9
-            self._is_paused = True
-            self._transport.pause_reading()
+        if (self._waiting or self._backlog) and not self._throttle.is_paused:  # I9
+            self._throttle.pause()
             self._watch()
             if not self._backlog.hold(self):  # I9
                 self._refuse(self._clients.bodies.spent())
@@ -365,10 +367,9 @@ class Connection(asyncio.Protocol):
             self._app(client)
 
     def _read_on(self) -> None:
-        if self._is_paused:
-            self._is_paused = False
+        if self._throttle.is_paused:
+            self._throttle.resume()
             self._since_s = 0.0
-            self._transport.resume_reading()
         if self._incoming is not None:
             self._invite(self._incoming)
         self._watch()
@@ -403,7 +404,7 @@ class Connection(asyncio.Protocol):
         self._clients.refused(error)
         client.error = error.with_traceback(None)  # or the error and its frames would hold each other
         self._let_go(client)
-        client.body()
+        client.drop_body()
         self._answer_unread(client)
 
     def _answer_unread(self, client: Client) -> None:
@@ -452,7 +453,7 @@ class Connection(asyncio.Protocol):
         self._since_s = self._since_s or now_s
         if self._is_parting:
             self.deadline_s = now_s + _LINGER_S
-        elif self._is_paused or (client is not None and client.is_expectant):
+        elif self._throttle.is_paused or (client is not None and client.is_expectant):
             self.deadline_s = NEVER_S
         elif self._is_in_head:
             self.deadline_s = self._since_s + limits.head_timeout_s

@@ -8,7 +8,7 @@ from functools import partial
 
 from pdrouter.errors import RouterError
 from pdrouter.proxy.deadlines import Deadlines
-from pdrouter.upstream.connection import Exchange
+from pdrouter.upstream.exchange import Exchange
 
 _MOST_S = 1.0
 _MOST_BYTES = 65_536

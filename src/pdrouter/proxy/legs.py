@@ -7,7 +7,7 @@ from pdrouter.engines.failures import ERROR, Dialect, Failure, true_status
 from pdrouter.engines.streams import leg_failure
 from pdrouter.engines.usage import Tail
 from pdrouter.errors import ConnectFailed, RouterError, UpstreamError, UpstreamProtocol
-from pdrouter.upstream.connection import Exchange
+from pdrouter.upstream.exchange import Exchange
 
 STATUS_OK_BELOW = 400
 SERVER_ERROR = 500

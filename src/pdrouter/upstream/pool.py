@@ -13,7 +13,8 @@ from functools import partial
 import msgspec
 
 from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, RouterError, UpstreamClosed
-from pdrouter.upstream.connection import Connection, Exchange, Request
+from pdrouter.upstream.connection import Connection
+from pdrouter.upstream.exchange import Exchange, Request
 
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Of files, memory or ports the router, or its machine, has none left: no engine is to blame (I9)."""

@@ -273,3 +273,44 @@ def test_its_load() -> None:
     anew = ENGINE.read_load(METRICS + b"process_start_time_seconds 1.7e+09\n")
     assert anew is not None
     assert anew.started_unix_s == 1.7e9
+
+
+FRESH = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:cache_config_info{block_size="128",engine="0",model_name="m",num_gpu_blocks="728"} 1.0
+vllm:cache_config_info{block_size="128",engine="1",model_name="m",num_gpu_blocks="728"} 1.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 0.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 0.0
+"""
+"""What vLLM 0.32 with two ranks and two API servers says before its first request, shortened."""
+
+
+def test_ranks_that_have_no_gauges_yet() -> None:
+    """They are known by their counters, and idle."""
+    assert ENGINE.describe("/metrics", FRESH) == Described(dp_size=2, rank_base=0, kv_capacity_tokens=728 * 128)
+    reply = ENGINE.read_load(FRESH)
+    assert reply is not None
+    assert list(reply.ranks) == [RankReport(rank, 0.0, 0.0, None, 0.0) for rank in (0, 1)]
+
+
+def test_a_rank_that_works_before_the_others() -> None:
+    """Its gauges don't hide the others, and its counter, which grows when a prompt has been read, doesn't hide it."""
+    busy = (
+        FRESH
+        + b"""vllm:num_requests_running{engine="1",model_name="m"} 3.0
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+"""
+    )
+    assert ENGINE.describe("/metrics", busy) == Described(dp_size=2, rank_base=0, kv_capacity_tokens=728 * 128)
+    reply = ENGINE.read_load(busy)
+    assert reply is not None
+    assert {report.rank: (report.requests, report.kv_use) for report in reply.ranks} == {0: (0.0, 0.0), 1: (3.0, 0.5)}
+
+
+def test_a_rank_without_gauges_that_has_worked_is_not_idle() -> None:
+    """Nothing is known of its load."""
+    worked = FRESH.replace(b'{engine="1",model_name="m"} 0.0', b'{engine="1",model_name="m"} 9.0')
+    reply = ENGINE.read_load(worked)
+    assert reply is not None
+    assert [report.rank for report in reply.ranks] == [0]

@@ -28,6 +28,7 @@ from pdrouter.engines.base import (
     request_head,
     splice,
 )
+from pdrouter.engines.sglang_adapters import with_adapter
 from pdrouter.engines.sglang_ranks import (
     RANK_FIELDS,
     RankFields,
@@ -97,7 +98,9 @@ class Sglang:
         """Return both legs, each with its own fields; one leg for a regular endpoint."""
         rid, parts, shared = _ids(inbound, attempt)
         owned = self._owned if inbound.path != _RESPONSES else self._owned | {RESPONSE_ID}
-        rest, headers = inbound.rest(owned), inbound.headers + inbound.id_line
+        rest, adapter = with_adapter(decision, inbound, owned)
+        shared += adapter
+        headers = inbound.headers + inbound.id_line
         decode, prefill = decision.decode, decision.prefill
         if prefill is None:
             return Plan(rid, None, self._leg(inbound, rest, headers, decode, None, shared), parts=parts)

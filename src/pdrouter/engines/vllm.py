@@ -89,6 +89,10 @@ _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _CACHE = "vllm:cache_config_info"
+_READ = "vllm:prompt_tokens_total"
+"""A counter that each rank has from the start. With several API servers, the default with several ranks, its gauges
+aren't there until it has worked. Source: seen on vLLM 0.32; ``v1/metrics/loggers.py``, and prometheus_client's pages of
+several processes, which leave out ``mostrecent`` gauges that aren't set yet."""
 _STARTED = "process_start_time_seconds"
 """Told by every process with Python's Prometheus client, unless several share one page."""
 
@@ -189,11 +193,15 @@ class Vllm:
         capacity = _capacity_tokens(body)
         waiting = _by_rank(body, _WAITING)
         usage = _by_rank(body, *_KV_USAGE)
+        running = _by_rank(body, _RUNNING)
+        for rank, read in _by_rank(body, _READ).items():
+            if not read and rank not in running:  # it hasn't worked yet
+                running[rank] = usage[rank] = 0.0
         reports = []
-        for rank, running in _by_rank(body, _RUNNING).items():
+        for rank, count in running.items():
             queued, used = waiting.get(rank, 0.0), usage.get(rank)
             tokens = None if used is None or queued or rank not in capacity else used * capacity[rank]
-            reports.append(RankReport(rank, tokens, running + queued, None, used))
+            reports.append(RankReport(rank, tokens, count + queued, None, used))
         if not reports:
             return None
         started_unix_s = next((value for _, value in series(body, _STARTED)), None)
@@ -300,8 +308,8 @@ def _prompt_count(told: _PrefillReply) -> PromptCount | None:
     return None if cached_tokens is None else PromptCount(usage.prompt_tokens or usage.input_tokens, cached_tokens)
 
 
-def _by_rank(page: bytes, *names: str) -> Mapping[int, float]:
-    """Return a gauge by rank; an engine without the label is rank 0."""
+def _by_rank(page: bytes, *names: str) -> dict[int, float]:
+    """Return a gauge or counter by rank; an engine without the label is rank 0."""
     return {rank: value for labels, value in series(page, *names) if (rank := _rank(labels)) is not None}
 
 
@@ -328,7 +336,7 @@ def _capacity_tokens(page: bytes) -> Mapping[int, int]:
 
 def _described_by_metrics(page: bytes) -> Described | None:
     """Return the ranks that an endpoint owns, and what one of them holds."""
-    ranks: Collection[int] = _by_rank(page, _RUNNING)
+    ranks: Collection[int] = _by_rank(page, _RUNNING, _READ)
     if not ranks:
         return None
     first, last = min(ranks), max(ranks)

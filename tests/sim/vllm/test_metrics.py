@@ -35,15 +35,15 @@ async def test_preemptions_are_counted(client: Any, until: Any) -> None:
 
 
 async def test_one_series_for_each_rank(client: Any, until: Any) -> None:
-    """Labelled with ranks as the header has them; requests and KV as the engine has them."""
+    """Labelled with ranks as the header has them; requests and KV as the engine has them, once a rank has worked."""
     settings = EmulatorSettings(engine="vllm", dp_size=2, dp_start_rank=4, speed=0.001, kv_capacity_tokens=128_000)
     async with start_emulator(settings) as emulator:
         calls = [await client.start(emulator.url, TEXT_PATH, SLOW, {"X-data-parallel-rank": "5"}) for _ in range(3)]
         await until(lambda: emulator.snapshot().requests == 3)
         values = await read(client, emulator)
         assert {rank for _, rank in values} == {"4", "5"}
-        assert [values["vllm:num_requests_running", rank] for rank in ("4", "5")] == [0, 1]
-        assert [values["vllm:num_requests_waiting", rank] for rank in ("4", "5")] == [0, 2]
+        assert [values.get(("vllm:num_requests_running", rank)) for rank in ("4", "5")] == [None, 1]
+        assert [values.get(("vllm:num_requests_waiting", rank)) for rank in ("4", "5")] == [None, 2]
         used = emulator.snapshot().ranks[1].used_tokens
         assert values["vllm:kv_cache_usage_perc", "5"] == used / 128_000
         text = (await client.send(emulator.url, "/metrics")).body.decode()
@@ -71,6 +71,19 @@ async def test_counters_by_source(new_vllm_pair: Any) -> None:
         assert decode["vllm:nixl_num_failed_transfers_total", "0"] == 0
 
 
+async def test_a_rank_has_no_gauges_before_its_first_request(client: Any) -> None:
+    """Where there are several; its counters and its cache are told from the start."""
+    async with start_emulator(EmulatorSettings(engine="vllm", dp_size=2)) as emulator:
+        gauge, counter = "vllm:num_requests_running", "vllm:prompt_tokens_total"
+        values = await read(client, emulator)
+        assert [(name, rank) in values for name in (gauge, counter) for rank in "01"] == [False, False, True, True]
+        assert (await client.send(emulator.url, TEXT_PATH, TEXTS, {"X-data-parallel-rank": "1"})).status == 200
+        values = await read(client, emulator)
+        assert [(gauge, rank) in values for rank in "01"] == [False, True]
+    async with start_emulator(EmulatorSettings(engine="vllm")) as emulator:
+        assert (await read(client, emulator))[gauge, "0"] == 0
+
+
 async def test_held_blocks_are_in_use_though_nothing_runs(new_vllm_pair: Any) -> None:
     """So a stranded prefill shows in its gauges, as on the real one."""
     async with new_vllm_pair() as pair:
@@ -93,6 +106,8 @@ async def test_gauges_lag(client: Any, until: Any) -> None:
 async def test_bad_loads_on_demand(client: Any, mode: str, told: float | None) -> None:
     """-1, not a number, or the last rank missing; and no answer."""
     async with start_emulator(EmulatorSettings(engine="vllm", dp_size=2)) as emulator:
+        for rank in "01":
+            assert (await client.send(emulator.url, TEXT_PATH, TEXTS, {"X-data-parallel-rank": rank})).status == 200
         await client.send(emulator.url, "/_fault", [{"kind": "bad_load", "mode": mode, "times": 1}])
         values = await read(client, emulator)
         name = "vllm:num_requests_running"

@@ -1,6 +1,7 @@
 """vLLM's ``/metrics``: one series for each rank, labelled ``engine`` with its number over all servers of a deployment.
 
-Gauges are as old as reports are; counters are of now. Names and labels: vLLM 0.32.
+Gauges are as old as reports are; counters are of now. Names and labels: vLLM 0.32. With several ranks it has as many
+API servers, and then a rank has no gauges before its first request: seen on vLLM 0.32.
 """
 
 import time
@@ -52,10 +53,15 @@ class VllmMetrics(Collector):
 
     def collect(self) -> list[Metric]:
         """Series of all ranks."""
-        told = self._samples.told(self._rules).loads
+        told = [load for load in self._samples.told(self._rules).loads if self._has_gauges(load)]
         gauges = [self._gauge(name, text, {load.rank: value(load) for load in told}) for name, text, value in _GAUGES]
         started = GaugeMetricFamily(_STARTED, "Start time of the process", self._started_unix_s)
         return [*gauges, started, self._by_source(), *self._counters(self._engine.loads()), self._cache_config()]
+
+    def _has_gauges(self, load: RankLoad) -> bool:
+        """Whether a rank has worked yet, or is the only one."""
+        read = self._connector.prompt_tokens_by_source[load.rank].total()
+        return self._engine.settings.dp_size == 1 or bool(read or load.total_tokens or load.running or load.waiting)
 
     def _label(self, rank: int) -> list[str]:
         settings = self._engine.settings

@@ -15,6 +15,7 @@ _ASK_PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
+RANK_HEADER = "x-data-parallel-rank"
 _BLOCK_TOKENS = 128
 """vLLM's KV block on a CPU; only whole blocks are found in its cache."""
 
@@ -32,21 +33,32 @@ def fresh_prompt() -> str:
     return f"Story {uuid.uuid4()}. {STORY}What comes next?"
 
 
-def check_by_hand(fleet: Fleet, prefill: Server, decode: Server) -> None:
-    """Check that the pair itself works, without the router; the first transfer sets up the connection."""
+def check_by_hand(fleet: Fleet, prefill: Server, decode: Server, ranks: tuple[int, int] | None = None) -> None:
+    """Check that the pair itself works, without the router; the first transfer sets up the connection.
+
+    ``ranks`` are those of prefill and decode, where there are several.
+    """
+    promise = "two legs by hand" if ranks is None else f"two legs by hand, ranks {ranks[0]} and {ranks[1]}"
+    try:
+        held, seen = _by_hand(prefill, decode, ranks)
+    except (OSError, LookupError) as error:
+        held, seen = False, f"{type(error).__name__}: {error}"
+    fleet.record.check(promise, held, seen)
+
+
+def _by_hand(prefill: Server, decode: Server, ranks: tuple[int, int] | None) -> tuple[bool, str]:
     began_s, before = time.monotonic(), external_tokens(decode)
     body = {"model": MODEL, "prompt": fresh_prompt(), "max_tokens": TOKENS, "temperature": 0}
-    headers = {"x-request-id": f"by-hand-{uuid.uuid4()}"}
-    first = post(f"{prefill.url}/v1/completions", body | {"max_tokens": 1, "kv_transfer_params": _ASK_PREFILL}, headers)
-    told = first["kv_transfer_params"]
-    seen = post(f"{decode.url}/v1/completions", body | {"kv_transfer_params": told}, headers)
+    request_id = {"x-request-id": f"by-hand-{uuid.uuid4()}"}
+    headers = [request_id | ({} if ranks is None else {RANK_HEADER: str(ranks[side])}) for side in (0, 1)]
+    asked = body | {"max_tokens": 1, "kv_transfer_params": _ASK_PREFILL}
+    told = post(f"{prefill.url}/v1/completions", asked, headers[0])["kv_transfer_params"]
+    seen = post(f"{decode.url}/v1/completions", body | {"kv_transfer_params": told}, headers[1])
     truth = post(f"{prefill.url}/v1/completions", body, {})
     texts = [reply["choices"][0]["text"] for reply in (seen, truth)]
     moved = external_tokens(decode) - before
     held = texts[0] == texts[1] and moved == told["remote_num_tokens"]
-    fleet.record.check(
-        "two legs by hand", held, f"{moved:g} tokens moved, {time.monotonic() - began_s:.1f} s, {texts[0][:40]!r}"
-    )
+    return held, f"{moved:g} tokens moved, {time.monotonic() - began_s:.1f} s, {texts[0][:40]!r}"
 
 
 async def check_pair(fleet: Fleet, prefill: Server, decode: Server) -> None:

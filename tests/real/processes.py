@@ -6,6 +6,7 @@ What they write goes to files, shown when one doesn't come up. It knows nothing 
 import contextlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -20,12 +21,14 @@ import psutil
 MODEL = "smollm2"
 """The name under which the model is served, and that of its folder."""
 
-VLLM_START_S = 300.0
+VLLM_START_S = 600.0
 ROUTER_START_S = 30.0
 GRACE_S = 30.0
+_PORTS = (20_000, 32_000)
 _POLL_S = 0.25
 
 _QUIET: Mapping[str, str] = {
+    "PYTHONPATH": str(Path(__file__).parent / "vllm_stubs"),
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -68,25 +71,31 @@ class Server:
 
 
 @contextlib.contextmanager
-def vllm(venv: Path, folder: Path, name: str, kv_role: str | None) -> Iterator[Server]:
-    """Start vLLM; with ``kv_role`` as one side of a pair whose KV goes by NIXL. It may not answer yet."""
+def vllm(venv: Path, folder: Path, name: str, kv_role: str | None, ranks: int = 1) -> Iterator[Server]:
+    """Start vLLM; with ``kv_role`` as one side of a pair whose KV goes by NIXL. It may not answer yet.
+
+    Each of several data-parallel ``ranks`` has the side channel's port plus its number.
+    """
     port = free_port()
     command = ["nice", "-n", "10", str(venv / "bin" / "vllm"), "serve", str(venv / MODEL)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
     command += ["--enable-request-id-headers", "--enable-prompt-tokens-details", "--enable-server-load-tracking"]
+    if ranks > 1:
+        command += ["--data-parallel-size", str(ranks), "--data-parallel-address", "127.0.0.1"]
+        command += ["--data-parallel-rpc-port", str(free_port())]
     environment = dict(_QUIET)
     if kv_role is not None:
         transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
         command += ["--kv-transfer-config", json.dumps(transfer)]
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port(ranks))
     with running(command, folder / f"{name}.log", environment) as process:
         yield Server(name, f"http://127.0.0.1:{port}", process, folder / f"{name}.log")
 
 
 @contextlib.contextmanager
-def router(folder: Path, name: str, flags: Sequence[str]) -> Iterator[Server]:
-    """Run pdrouter, ready, on a port that the kernel chose."""
+def router(folder: Path, name: str, flags: Sequence[str], ready_s: float = ROUTER_START_S) -> Iterator[Server]:
+    """Run pdrouter, ready within ``ready_s``, on a port that the kernel chose."""
     log = folder / f"{name}.log"
     command = [sys.executable, "-m", "pdrouter", "serve", "--host", "127.0.0.1", "--port", "0", *flags]
     with running(command, log, {"PYTHONUNBUFFERED": "1"}) as process:
@@ -95,7 +104,7 @@ def router(folder: Path, name: str, flags: Sequence[str]) -> Iterator[Server]:
         while (told := _LISTENS.search(log.read_text(errors="replace"))) is None:
             server.check_alive(deadline_s)
         server.url = told[1]
-        server.wait_until_answers("/readiness", ROUTER_START_S)
+        server.wait_until_answers("/readiness", ready_s)
         yield server
 
 
@@ -146,8 +155,14 @@ def _answers(url: str) -> bool:
         return False
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """Return the first of ``count`` ports in a row that nobody listens on now.
+
+    They aren't among those that the kernel gives to connections: a server may need minutes until it takes its own.
+    """
+    while True:
+        first = random.randrange(*_PORTS)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first

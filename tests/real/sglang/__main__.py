@@ -10,19 +10,21 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tests.real.network import enter
 from tests.real.processes import router
 from tests.real.record import Record
 from tests.real.sglang.answer_checks import check_answers
-from tests.real.sglang.ending_checks import check_failures, check_leaving
-from tests.real.sglang.network import enter
+from tests.real.sglang.ending_checks import ABORT_AGAIN_S, check_failures, check_leaving
+from tests.real.sglang.name_checks import check_names
 from tests.real.sglang.pair import Pair
 from tests.real.sglang.rank_checks import check_legs, check_ranks
 from tests.real.sglang.servers import ATTENTION, PLAIN, START_S, Kind, pair
 
-TABLE_WIDTH = 80
+TABLE_WIDTH = 140
 MODULE = "tests.real.sglang"
 
-_QUICK = ["--worker-load-check-interval", "0.5", "--health-check-interval-secs", "2", "--cb-timeout-duration-secs", "5"]
+_QUICK = ["--worker-load-check-interval", "0.5", "--health-check-interval-secs", "2"]
+_QUICK += ["--cb-timeout-duration-secs", "5", "--abort-retry-delay-secs", str(ABORT_AGAIN_S)]
 
 
 def main() -> int:
@@ -59,13 +61,14 @@ def run(record: Record, venv: Path, folder: Path, kind: Kind) -> None:
             record.tell(f"{server.name} answers")
         flags = ["--engine", "sglang", "--prefill", prefill.url, "--decode", decode.url, *_QUICK]
         with router(folder, f"{kind.model}-router", flags) as front:
-            asyncio.run(check(Pair(record, front, prefill, decode)))
+            asyncio.run(check(Pair(record, front, prefill, decode), kind))
 
 
-async def check(fleet: Pair) -> None:
+async def check(fleet: Pair, kind: Kind) -> None:
     """Check the pair by hand, then through the router."""
     await check_legs(fleet)
     await check_ranks(fleet)
+    await check_names(fleet, kind)
     await check_answers(fleet)
     await check_leaving(fleet)
     await check_failures(fleet)

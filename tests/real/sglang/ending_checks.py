@@ -2,49 +2,55 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from tests.real.sglang.answer_checks import PROMPT, PROMPTS, TOKENS
-from tests.real.sglang.asking import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Api, Reply, unique
+from tests.real.sglang.asking import APIS, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Api, Reply, unique
 from tests.real.sglang.pair import POLL_S, Found, Pair
+from tests.real.sglang.rank_checks import AT_ONCE, RANK_PAIRS, told_of
 from tests.real.sglang.servers import START_S, count_in_log
 
 ENDLESS_TOKENS = 1500
 FREE_S = 1.0
-"""Longest time from a client's leaving until the engines are free, beyond what they need when asked by hand."""
+"""Longest time from a client's leaving until the engines are free."""
+
+ABORT_AGAIN_S = 0.5
+"""The router's delay between an abort and the same once more, for an engine that hadn't heard of the request yet."""
 
 KILLED_S = 30.0
 """Longest time until a client knows that its prefill engine has died. Source: SGLang's decode gives up after 14 s."""
 
-_LEAVE: Mapping[str, tuple[Api, bool, dict[str, Any], int]] = {
-    "chat, stream": (CHAT, True, {}, 1),
-    "chat, whole": (CHAT, False, {}, 1),
-    "chat, n = 2, whole": (CHAT, False, {"n": 2}, 2),
-    "completions, list": (COMPLETIONS, False, {}, 2),
-    "completions, list, stream": (COMPLETIONS, True, {}, 2),
-    "generate, list": (GENERATE, False, {}, 2),
-    "generate, list, its rids": (GENERATE, False, {"rid": ["mine-a", "mine-b"]}, 2),
-    "messages, stream": (MESSAGES, True, {}, 1),
-    "responses, stream": (RESPONSES, True, {}, 1),
+_LEAVE: Mapping[str, tuple[Api, bool, dict[str, Any], int, int]] = {
+    "chat, stream": (CHAT, True, {}, 1, 1),
+    "chat, whole": (CHAT, False, {}, 1, 1),
+    "chat, n = 2, whole": (CHAT, False, {"n": 2}, 2, 2),
+    "completions, list": (COMPLETIONS, False, {}, 2, 2),
+    "completions, list, stream": (COMPLETIONS, True, {}, 2, 2),
+    "generate, list": (GENERATE, False, {}, 2, 2),
+    "generate, list, its rids": (GENERATE, False, {"rid": ["mine-a", "mine-b"]}, 2, 2),
+    "messages, stream": (MESSAGES, True, {}, 1, 0),
+    "responses, stream": (RESPONSES, True, {}, 1, 1),
 }
-"""Who leaves: API, streamed or not, more fields, and how many requests the engine makes of it."""
+"""Who leaves: API, streamed or not, more fields, how many requests the engine makes of it, and how many of them have an
+id that an abort can name (a message has none)."""
 
 
 async def check_leaving(pair: Pair) -> None:
     """Check that engines are free soon after a client has left."""
     by_hand_s = max([await _free_by_hand(pair) for _ in range(3)])
     pair.record.tell(f"engines are free {by_hand_s:.2f} s after an abort by hand")
-    for name, (api, is_stream, more, parts) in _LEAVE.items():
+    for name, (api, is_stream, more, *counts) in _LEAVE.items():
         prompt = PROMPTS if "list" in name else PROMPT
         body = api.body(prompt, ENDLESS_TOKENS, is_stream=is_stream, **more)
-        await pair.hold(f"left: {name}", lambda a=api, b=body, p=parts: _left(pair, a, b, p, by_hand_s))  # type: ignore[misc]
-    await pair.hold("left: while decode waits for KV", lambda: _left_waiting(pair, by_hand_s))
+        await pair.hold(f"left: {name}", lambda a=api, b=body, c=counts: _left(pair, a, b, *c))  # type: ignore[misc]
+    await pair.hold("left: while decode waits for KV", lambda: _left_waiting(pair))
 
 
 async def check_failures(pair: Pair) -> None:
     """Check that what fails inside a 200 is a failure, and another attempt answers."""
-    for api in (GENERATE, CHAT, COMPLETIONS):
+    for api in APIS:
         for is_stream in (True, False):
             name = f"KV fails: {api.name}, {'stream' if is_stream else 'whole'}"
             await pair.hold(name, lambda a=api, s=is_stream: _kv_fails(pair, a, s))  # type: ignore[misc]
@@ -65,9 +71,10 @@ async def _free_by_hand(pair: Pair) -> float:
     return time.monotonic() - began_s
 
 
-async def _left(pair: Pair, api: Api, body: dict[str, Any], parts: int, by_hand_s: float) -> Found:
-    """Leave while the answer is written."""
-    aborts = count_in_log(pair.decode, "POST /abort_request")
+async def _left(pair: Pair, api: Api, body: dict[str, Any], parts: int, named: int) -> Found:
+    """Leave while the answer is written; each part that has an id is ended by it, which the engine does at once."""
+    await _aborts_are_over()
+    aborts = _aborts(pair)
     asking = asyncio.create_task(pair.client.post(api.path, body))
     try:
         await pair.until(lambda: _decodes(pair, parts), "it runs")
@@ -75,13 +82,26 @@ async def _left(pair: Pair, api: Api, body: dict[str, Any], parts: int, by_hand_
         asking.cancel()
         left_s = time.monotonic()
         await asyncio.gather(asking, return_exceptions=True)
-    held, seen = await pair.idle()
+    await pair.until(lambda: _is_free(pair), "decode is free")
     took_s = time.monotonic() - left_s
-    sent = count_in_log(pair.decode, "POST /abort_request") - aborts
-    return held and took_s < FREE_S + by_hand_s, f"free {took_s:.2f} s after it left ({sent} aborts)" if held else seen
+    held, seen = await pair.idle()
+    await _aborts_are_over()
+    sent = _aborts(pair) - aborts
+    told = f"decode free {took_s:.2f} s after it left, {sent} aborts for {named} ids, nothing is left {seen}"
+    return held and took_s < FREE_S and sent == 2 * named, told
 
 
-async def _left_waiting(pair: Pair, by_hand_s: float) -> Found:
+def _aborts(pair: Pair) -> int:
+    """Return how many aborts the decode engine has got."""
+    return count_in_log(pair.decode, "POST /abort_request")
+
+
+async def _aborts_are_over() -> None:
+    """Wait until the router has sent its last abort a second time, and the engine has written it down."""
+    await asyncio.sleep(3 * ABORT_AGAIN_S)
+
+
+async def _left_waiting(pair: Pair) -> Found:
     """Leave while the prefill engine doesn't move and decode waits for its KV, whose place it keeps until then."""
     await pair.until(lambda: _is_ready(pair), "the router is ready")
     with pair.prefill.paused():
@@ -91,7 +111,7 @@ async def _left_waiting(pair: Pair, by_hand_s: float) -> Found:
         await asyncio.gather(asking, return_exceptions=True)
         took_s = await pair.until(lambda: _is_free(pair), "decode is free")
     held, seen = await pair.idle()
-    return held and took_s < FREE_S + by_hand_s, f"decode free after {took_s:.2f} s, nothing is left {seen}"
+    return held and took_s < FREE_S, f"decode free after {took_s:.2f} s, nothing is left {seen}"
 
 
 async def _kv_fails(pair: Pair, api: Api, is_stream: bool) -> Found:
@@ -107,12 +127,9 @@ async def _kv_fails(pair: Pair, api: Api, is_stream: bool) -> Found:
     reply = await asking
     if reply.status != 200:
         return False, str(reply)
-    return _is_whole(api, reply), f"{pair.counted('pdrouter_retries_total', event='made') - made:g} retries, {reply}"
-
-
-def _is_whole(api: Api, reply: Reply) -> bool:
-    answer = api.read(reply)
-    return answer.completion_tokens == TOKENS and answer.reasons == ["length"]
+    seen, truth = api.read(reply), api.read(await pair.by_hand(api, api.body(prompt, TOKENS), 0, 1))
+    told = f"{pair.counted('pdrouter_retries_total', event='made') - made:g} retries, {seen}"
+    return seen == truth and all(seen.texts), told if seen == truth else f"{told} instead of {truth}"
 
 
 async def _killed(pair: Pair) -> Found:
@@ -128,12 +145,11 @@ async def _killed(pair: Pair) -> Found:
     waited = await waiting
     fresh = await pair.client.post(CHAT.path, CHAT.body(unique(PROMPT), TOKENS))
     took_s = time.monotonic() - began_s
-    went_on = sum(not task.done() or _ended_well(task.result()) for task in under_way)
-    for task in under_way:
-        task.cancel()
-    await asyncio.gather(*under_way, return_exceptions=True)
-    held = waited.status in (500, 502, 503, 504) and fresh.status in (500, 502, 503, 504) and took_s < KILLED_S
-    return held, f"{waited.status} and {fresh.status} after {took_s:.1f} s; {went_on} of 2 streams that had KV went on"
+    ended = await asyncio.gather(*under_way)
+    tokens = [CHAT.read(reply).completion_tokens if _ended_well(reply) else 0 for reply in ended]
+    refused = all(reply.status in (500, 502, 503, 504) and "error" in reply.json() for reply in (waited, fresh))
+    held = refused and took_s < KILLED_S and tokens == [ENDLESS_TOKENS] * len(streams)
+    return held, f"{waited.status} and {fresh.status} after {took_s:.1f} s; streams that had KV got {tokens} tokens"
 
 
 def _ended_well(reply: Reply) -> bool:
@@ -148,13 +164,13 @@ async def _started_again(pair: Pair) -> Found:
     up_s = await pair.until(lambda: pair.answers(pair.prefill), "the prefill engine is up", START_S)
     await pair.until(lambda: _is_ready(pair), "the router is ready")
     ready_s = time.monotonic() - began_s - up_s
-    bodies = [GENERATE.body(unique(PROMPT), TOKENS) for _ in range(16)]
+    bodies = [GENERATE.body(unique(f"{n} {PROMPT}"), TOKENS) for n in range(AT_ONCE)]
     replies = await asyncio.gather(*(pair.client.post(GENERATE.path, body) for body in bodies))
     good = [reply for reply in replies if reply.status == 200]
-    ranks = {reply.ranks for reply in good}
+    ranks = Counter(reply.ranks for reply in good)
     bad = [str(reply) for reply in replies if reply.status != 200]
-    seen = f"{len(good)} of {len(replies)} answered by {len(ranks)} pairs of ranks, {ready_s:.1f} s after it was up"
-    return len(good) == len(replies), "; ".join([seen, *bad[:1]])
+    seen = f"ready {ready_s:.1f} s after it was up; {len(good)} of {len(replies)} answered, by ranks {told_of(ranks)}"
+    return len(good) == len(replies) and set(ranks) == set(RANK_PAIRS), "; ".join([seen, *bad[:1]])
 
 
 async def _decodes(pair: Pair, count: int) -> bool:

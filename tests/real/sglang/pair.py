@@ -36,6 +36,10 @@ class Pair:
         self.client = Client(router.url)
         self._legs = {engine.name: Client(engine.url) for engine in (prefill, decode)}
 
+    def leg(self, engine: Engine) -> Client:
+        """Return a client of an engine itself."""
+        return self._legs[engine.name]
+
     async def hold(self, promise: str, check: Callable[[], Awaitable[Found]], within_s: float = CHECK_S) -> None:
         """Run a check and take down what it found; whatever goes wrong in it is a finding."""
         try:

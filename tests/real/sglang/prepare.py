@@ -1,13 +1,16 @@
-"""Make two tiny random models that SGLang serves on a CPU, with the tokenizer and chat template of SmolLM2.
+"""Make two tiny random models that SGLang serves on a CPU, each with a LoRA adapter and SmolLM2's tokenizer.
 
 Runs with the environment's own Python, which has what is imported below; needs no network.
 """
 
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch  # type: ignore[import-not-found]
+from safetensors.torch import save_file  # type: ignore[import-not-found]
 from transformers import (  # type: ignore[import-not-found]
     AutoTokenizer,
     LlamaConfig,
@@ -28,6 +31,8 @@ SIZES = {
     "tie_word_embeddings": True,
     "rope_theta": 10000.0,
 }
+LORA_RANK = 4
+LORA_PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 def main(target: Path) -> None:
@@ -43,8 +48,24 @@ def main(target: Path) -> None:
     qwen = Qwen3Config(num_attention_heads=4, **SIZES, **words)
     for name, kind, config in (("tiny", LlamaForCausalLM, llama), ("tinyq", Qwen3ForCausalLM, qwen)):
         torch.manual_seed(0)
-        kind(config).to(torch.bfloat16).save_pretrained(target / name)
+        model = kind(config).to(torch.bfloat16)
+        model.save_pretrained(target / name)
         tokenizer.save_pretrained(target / name)
+        save_adapter(model, target / f"{name}-lora")
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write a LoRA adapter of a model, of random weights that are large enough to change what it says."""
+    folder.mkdir(exist_ok=True)
+    weights = {}
+    for name, module in model.named_modules():
+        if name.endswith(LORA_PARTS):
+            prefix = f"base_model.model.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(LORA_RANK, module.in_features, dtype=torch.bfloat16)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(module.out_features, LORA_RANK, dtype=torch.bfloat16)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": 2 * LORA_RANK, "target_modules": LORA_PARTS}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

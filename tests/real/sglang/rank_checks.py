@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from tests.real.asking import page
 from tests.real.sglang.answer_checks import TOKENS, gather_at_once
@@ -13,28 +14,31 @@ from tests.real.sglang.servers import RANKS, count_in_log
 
 AT_ONCE = 32
 STORY = "The river ran down from the hills, past the mill and the old stone bridge, and on to the town. " * 3
+BURST = 7
+MOST_BURSTS = 20
 PROBES = 20
 """Most probes of the router's while a check lasts."""
 
 CONFLICT = "follow_bootstrap_room conflict"
 """What SGLang writes when a room and the prefill's rank disagree."""
 
-_PAIRS = list(itertools.product(range(RANKS), repeat=2))
+RANK_PAIRS = list(itertools.product(range(RANKS), repeat=2))
 
 
 async def check_legs(pair: Pair) -> None:
     """Check the pair by hand first: if that fails, it isn't the router."""
-    for ranks in _PAIRS:
+    for ranks in RANK_PAIRS:
         await pair.hold(f"by hand: ranks {ranks[0]} and {ranks[1]}", lambda r=ranks: _by_hand(pair, r))  # type: ignore[misc]
 
 
 async def check_ranks(pair: Pair) -> None:
     """Check that the router sees and reaches all ranks."""
     await pair.hold("all ranks are seen", lambda: _seen(pair))
-    for ranks in _PAIRS:
+    for ranks in RANK_PAIRS:
         await pair.hold(f"the client's ranks {ranks[0]} and {ranks[1]}", lambda r=ranks: _named(pair, r))  # type: ignore[misc]
     await pair.hold(f"{AT_ONCE} at once", lambda: _at_once(pair))
     await pair.hold(f"{AT_ONCE} are spread over the ranks", lambda: _spread(pair))
+    await pair.hold("the router chooses each pair of ranks", lambda: _all_chosen(pair))
     await pair.hold("no room disagrees with its rank", lambda: _no_conflict(pair))
 
 
@@ -71,7 +75,7 @@ async def _at_once(pair: Pair) -> Found:
     good = [answer for answer in whole if all(answer.texts) and None not in answer.reasons]
     bad = [f"; {api.name}: {reply}" for api, reply in replies if reply.status != 200]
     ranks = Counter(reply.ranks for _, reply in replies if reply.status == 200)
-    seen = f"{len(good)} whole in {time.monotonic() - began_s:.1f} s, by ranks {dict(sorted(ranks.items()))}"
+    seen = f"{len(good)} whole in {time.monotonic() - began_s:.1f} s, by ranks {told_of(ranks)}"
     return len(good) == AT_ONCE, seen + "".join(bad[:1])
 
 
@@ -92,8 +96,30 @@ async def _spread(pair: Pair) -> Found:
     shares = [
         [sum(n for ranks, n in reached.items() if ranks[side] == rank) for rank in range(RANKS)] for side in (0, 1)
     ]
-    seen = f"prefill ranks {shares[0]}, decode ranks {shares[1]}; read {grown}, router says {expected}"
+    seen = f"by ranks {told_of(reached)}; read {grown}, router says {expected}"
     return agree and min(*shares[0], *shares[1]) >= AT_ONCE // RANKS // 2, seen
+
+
+async def _all_chosen(pair: Pair) -> Found:
+    """Of answers of different lengths that overlap, each pair of ranks gets some."""
+    reached = Counter[tuple[int, int]]()
+    bursts = 0
+    while set(reached) != set(RANK_PAIRS) and bursts < MOST_BURSTS:
+        bursts += 1
+        bodies = [GENERATE.body(unique(f"{n} {STORY}"), TOKENS * (1 + n % 5)) for n in range(BURST)]
+        replies = await asyncio.gather(*(pair.client.post(GENERATE.path, body) for body in bodies))
+        if failed := [reply for reply in replies if reply.status != 200]:
+            return False, str(failed[0])
+        said = [reply.json()["meta_info"]["dp_rank"] for reply in replies]
+        if said != [reply.ranks[1] for reply in replies]:
+            return False, f"the engine says decode ranks {said}"
+        reached.update(reply.ranks for reply in replies)
+    return set(reached) == set(RANK_PAIRS), f"by ranks {told_of(reached)} in {bursts} bursts"
+
+
+def told_of(reached: Mapping[tuple[int, int], int]) -> str:
+    """Return how many requests each pair of ranks has got, in words."""
+    return ", ".join(f"{prefill}-{decode}: {count}" for (prefill, decode), count in sorted(reached.items()))
 
 
 async def _prefilled(pair: Pair) -> list[int]:

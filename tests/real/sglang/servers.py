@@ -12,6 +12,7 @@ import psutil
 from tests.real.processes import Server, end, start
 
 MODEL = "m"
+ADAPTER = "ad"
 RANKS = 2
 CONTEXT_TOKENS = 2048
 START_S = 900.0
@@ -25,14 +26,18 @@ STUBS = Path(__file__).parent / "stubs"
 
 
 class Kind(NamedTuple):
-    """A kind of data parallelism: its flags, and a tiny model that has it."""
+    """A kind of data parallelism: its flags, a tiny model that has it, and whether that has an adapter.
+
+    Source: SGLang 0.5.23, ``lora_manager.py``: of the backends of LoRA only Triton's knows DP attention.
+    """
 
     name: str
     model: str
     flags: Sequence[str]
+    has_adapter: bool = False
 
 
-PLAIN = Kind("plain DP", "tiny", ["--dp-size", "2"])
+PLAIN = Kind("plain DP", "tiny", ["--dp-size", "2"], has_adapter=True)
 ATTENTION = Kind("DP attention", "tinyq", ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"])
 
 
@@ -98,6 +103,9 @@ def pair(venv: Path, folder: Path, kind: Kind) -> Iterator[tuple[Engine, Engine]
 def _command(venv: Path, kind: Kind) -> list[str]:
     command = [str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--host", "127.0.0.1"]
     command += ["--model-path", str(venv / "models" / kind.model), "--served-model-name", MODEL, *kind.flags]
+    if kind.has_adapter:
+        command += ["--enable-lora", "--lora-paths", f"{ADAPTER}={venv / 'models' / f'{kind.model}-lora'}"]
+        command += ["--lora-backend", "torch_native"]
     # Nothing that needs a GPU or compiled kernels; idle schedulers sleep.
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     command += ["--grammar-backend", "none", "--disable-cuda-graph", "--sleep-on-idle"]

@@ -47,6 +47,31 @@ def _controller_that_waits(module: Any) -> None:
     module.sock_recv = wait_and_receive
 
 
+class _Unpinned:
+    """torch, whose tensors aren't pinned."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._torch, name)
+        return _unpinned(found) if name in ("empty", "tensor", "zeros") else found
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    def make_unpinned(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return make_unpinned
+
+
+def _lora_without_pinned_memory(module: Any) -> None:
+    """LoRA's layers and backends pin what a GPU would read; without one torch has no pinned memory."""
+    module.torch.Tensor.pin_memory = lambda self: self
+    module.torch = _Unpinned(module.torch)
+
+
 _POLL_MS = 50
 
 _MENDS: dict[str, Callable[[Any], None]] = {
@@ -54,6 +79,8 @@ _MENDS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.disaggregation.mooncake.conn": _page_indices_in_plain_memory,
     "sglang.srt.managers.data_parallel_controller": _controller_that_waits,
     "sglang.srt.layers.attention.torch_native_backend": _padding_of_torch_native,
+    "sglang.srt.lora.layers": _lora_without_pinned_memory,
+    "sglang.srt.lora.backend.torch_backend": _lora_without_pinned_memory,
 }
 
 

@@ -1,4 +1,4 @@
-"""A network with nothing but loopback: torch's store and Mooncake listen on every interface."""
+"""A network with nothing but loopback: torch's store and Mooncake listen on every interface, and ports are ours."""
 
 import fcntl
 import os

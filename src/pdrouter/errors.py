@@ -318,6 +318,12 @@ class UpstreamProtocol(UpstreamError):
     code = "upstream_protocol"
 
 
+class UpstreamRedirect(UpstreamProtocol):
+    """The engine answered with a redirect, which isn't followed: it could lead anywhere, with the client's key."""
+
+    code = "upstream_redirect"
+
+
 class EmptyStream(UpstreamError):
     """The engine's stream came to its end without any event."""
 

@@ -132,6 +132,18 @@ async def test_bad_loads_of_an_engine(mode: str) -> None:
         await lab.settled()
 
 
+@pytest.mark.invariant("I9")
+async def test_a_report_that_is_too_long() -> None:
+    """It is cut off by its bytes, before anything of it is read."""
+    load = {"dp_rank": 0, "num_running_reqs": 0, "num_total_tokens": 9, "filler": "x" * (1 << 20)}
+    async with (
+        ScriptedEngine(None, {"/v1/loads": always(200, {"loads": [load]})}).listen() as engine,
+        route_to((), (), [engine], **QUICK) as lab,
+    ):
+        await until(lambda: any("1048576 bytes" in reason for reason in lab.core.missing_reports))
+        assert not reported(lab)
+
+
 @pytest.mark.parametrize("script", [always(500, b"no"), hang])
 async def test_a_poll_that_fails_leaves_the_last_report(script: Any) -> None:
     """A poll that fails or hangs is counted, and the last report stands until it is too old."""

@@ -1,5 +1,6 @@
 """Series in a Prometheus page."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from pdrouter.engines.prometheus import series
@@ -16,6 +17,13 @@ def test_what_the_client_library_writes_is_read() -> None:
     assert [value for _, value in found] == [3.0, 0.5]
     assert [labels["engine"] for labels, _ in found] == ["0", "12"]
     assert found[1][0]["model_name"] == "m"
+
+
+@pytest.mark.invariant("I9")
+def test_a_page_with_too_many_series() -> None:
+    """No more of them are read than there can be ranks."""
+    page = b"".join(b'a{rank="%d"} 1\n' % rank for rank in range(20_000))
+    assert len(list(series(page, "a"))) == 16_384
 
 
 def test_plain_and_broken_lines() -> None:

@@ -508,6 +508,13 @@ def test_throughput_kv_use_and_waiting_requests() -> None:
     ]
 
 
+@pytest.mark.invariant("I9")
+def test_a_load_reply_of_too_many_ranks() -> None:
+    """It is none, by its bytes: nothing is made of 90,000 entries."""
+    loads = [{"dp_rank": rank, "num_total_tokens": 1} for rank in range(90_000)]
+    assert sglang().read_load(json.dumps(loads).encode()) is None
+
+
 @pytest.mark.parametrize("body", [*NONSENSE, b'{"loads":[1]}', b"[[]]", b'[{"num_reqs":NaN}]', b'{"timestamp":1}'])
 def test_a_load_reply_that_is_none(body: bytes) -> None:
     """It isn't understood, or names no rank; nothing is raised."""

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrouter.config import Settings
+from pdrouter.core.fleet import Role
 from pdrouter.core.request import RequestFacts
-from pdrouter.engines.base import Inbound
+from pdrouter.engines.base import Inbound, forward
 from pdrouter.engines.sglang import OWNED_FIELDS
 from pdrouter.engines.sglang_ranks import RANK_FIELDS
 from pdrouter.errors import ClientError
 from pdrouter.options import intake_options
 from pdrouter.proxy.intake import Api, Intake
 from tests.core.builders import make_router
+from tests.engines.builders import body_of, decode_leg, make_decision, make_endpoint, place
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -40,6 +42,22 @@ def read(
     """Take in a body."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return make_intake(owns_ranks=owns_ranks).read(api, headers, raw, "r")
+
+
+@pytest.mark.parametrize("api", [Api.EMBEDDINGS, Api.RERANK, Api.SCORE, Api.CLASSIFY, Api.TOKENIZE, Api.SPEECH])
+def test_fields_that_are_the_routers_own(api: Api) -> None:
+    """What goes to one engine goes without them too: an engine must hear of rooms, ranks and ids from the router."""
+    theirs = b'"input" : "x", "query":"q", "request_id":"mine","n": 1e0'
+    ours = b', "bootstrap_room":7,"rid":"another\'s","kv_transfer_params":{"a":[1]},"routed_dp_rank": 1'
+    facts, inbound = read(api, b"{" + theirs + ours + b"}")
+    decision = make_decision(None, place(make_endpoint(Role.REGULAR), None))
+    leg = decode_leg(forward(decision, inbound))
+    assert json.loads(body_of(leg)) == json.loads(b"{" + theirs + b"}")
+    assert b"content-length: %d\r\n" % len(body_of(leg)) in leg.head
+    assert facts.decode_rank == 1
+    assert body_of(decode_leg(forward(decision, read(api, b"{" + theirs + b"}")[1]))) == b"{" + theirs + b"}"
+    kept = read(api, b"{" + theirs + ours + b"}", owns_ranks=False)[1]
+    assert "routed_dp_rank" not in kept.fields
 
 
 def refuse(api: Api, body: Mapping[str, object] | bytes, headers: Headers = ()) -> tuple[int, str, str | None]:

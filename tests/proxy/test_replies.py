@@ -103,6 +103,7 @@ def test_what_belongs_to_a_connection_stays_there() -> None:
         (b"proxy-authenticate", b"Basic"),
         (b"proxy-authorization", b"Basic eA=="),
         (b"x-request-id", b"the engine's"),
+        (b"X-PDRouter-Decode", b"evil:1; rank=0"),
     ]
     theirs = [
         (b"content-type", b"text/event-stream"),
@@ -112,6 +113,7 @@ def test_what_belongs_to_a_connection_stays_there() -> None:
         (b"content-length", b"12"),
         (b"retry-after", b"3"),
         (b"x-empty", b""),
+        (b"x-pdrouters", b""),
     ]
     mixed = [pair for pairs in zip(theirs, ours, strict=False) for pair in pairs] + ours[len(theirs) :]
     assert passed_on(mixed) == theirs

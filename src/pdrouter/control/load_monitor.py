@@ -16,6 +16,9 @@ from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine, LoadReply
 from pdrouter.errors import ConnectFailed, RouterError
 
+_MAX_REPORT_BYTES = 1 << 20
+"""A longer report isn't read (I9): a thousand ranks of SGLang, or some hundred of vLLM's metrics. Chosen."""
+
 _READY_CHECK_S = 0.25
 """How soon an endpoint that became ready is asked for its load; chosen."""
 
@@ -95,6 +98,9 @@ class LoadMonitor:
                 problem = error.code
                 if isinstance(error, ConnectFailed):
                     self._listener.failed(error)
+                break
+            if status == 200 and len(body) > _MAX_REPORT_BYTES:
+                problem = f"more than {_MAX_REPORT_BYTES} bytes"
                 break
             if status == 200:
                 self._paths.remove(path)

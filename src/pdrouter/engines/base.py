@@ -34,7 +34,8 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     ``start`` is where ``body`` goes on behind its opening brace, ``fields`` are those of its top-level fields that some
     engine's leg may carry for us. ``headers`` are the header lines to send on, each with its line end. ``batch`` is the
     number of samples the engine makes of one request, ``None`` where the request isn't a batch. ``rid`` is the client's
-    own id for engines, of a batch perhaps one for each prompt. An opaque body goes to one engine as it is.
+    own id for engines, of a batch perhaps one for each prompt. An opaque body goes to one engine as it is, but for
+    its ``fields``.
     ``sample_of`` is how many requests the client's was made into, one for each sample.
     ``credentials`` are the header lines with the client's key, apart from ``headers``; an engine that wants a key of
     its own gets that instead, unless ``keeps_credentials``.
@@ -261,13 +262,17 @@ def _head_start(method: str, path: str, address: str, key: Secret | None) -> byt
 
 
 def forward(decision: Decision, inbound: Inbound) -> Plan:
-    """Return one leg with the client's body as it is; the rank is told by header, as SGLang and vLLM take it."""
+    """Return one leg with the client's body, but for ``fields``; the rank is told by header (SGLang and vLLM).
+
+    Raises: InvalidJson, DuplicateField.
+    """
     place = decision.decode
     endpoint, headers = place.endpoint, inbound.headers + inbound.id_line
     if place.rank is not None and endpoint.dp_size > 1:
         headers += rank_line(endpoint.rank_base + place.rank)
-    head = leg_head(inbound, endpoint, headers, len(inbound.body))
-    return Plan("", None, Leg(place, head, (inbound.body,)))
+    body = splice(inbound.rest(inbound.fields), b"") if inbound.fields else (inbound.body,)
+    head = leg_head(inbound, endpoint, headers, sum(map(len, body)))
+    return Plan("", None, Leg(place, head, body))
 
 
 def rank_line(rank: int) -> bytes:

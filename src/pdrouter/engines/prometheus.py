@@ -3,14 +3,21 @@
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
+
+_MAX_SERIES = 16_384
+"""Four of each of the most ranks that an endpoint can have; chosen."""
 
 _LABEL = rb'[a-zA-Z_]\w*="(?:[^"\\]|\\.)*"'
 _LABELS = re.compile(rb'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 def series(page: bytes, *names: str) -> Iterator[tuple[Mapping[str, str], float]]:
-    """Yield labels and value of each series that has one of these names; what isn't a number is left out."""
-    for found in _series(names).finditer(page):
+    """Yield labels and value of each series that has one of these names; what isn't a number is left out.
+
+    No more than ``_MAX_SERIES`` (I9).
+    """
+    for found in islice(_series(names).finditer(page), _MAX_SERIES):
         try:
             value = float(found[2])
         except ValueError:

@@ -57,6 +57,9 @@ _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 DEFAULT_BOOTSTRAP_PORT = 8998
 """Source: SGLang's ``--disaggregation-bootstrap-port``."""
 
+_MAX_OBJECTS = 16_384
+"""Objects in a load report: a rank of 0.5.23 has at most six (``load_snapshot.py``). Chosen."""
+
 MAX_COUNT = 2**63 - 1
 """What counters can hold; a number beyond is none."""
 
@@ -163,8 +166,11 @@ class Sglang:
         """Read ``/v1/loads`` or ``/get_load``.
 
         Tokens are those held or queued (``num_total_tokens``; older: ``num_used_tokens``, ``num_tokens``); requests are
-        the running and the waiting ones. What isn't a number is left out.
+        the running and the waiting ones. What isn't a number is left out, and a report with far more entries than
+        there can be ranks is none (I9).
         """
+        if body.count(b"{") > _MAX_OBJECTS:
+            return None
         try:
             reply = msgspec.json.decode(body, type=_Loads | list[_RankLoad])
         except (msgspec.MsgspecError, RecursionError):

@@ -179,12 +179,8 @@ class Messages(Body):
         return count("max_tokens", self.max_tokens)
 
 
-class Whole(Struct):
-    """What goes to one engine as it is."""
-
-    model: str | None = None
-    stream: Scalar = None
-    lora_path: RawField = UNSET
+class Whole(Body):
+    """What goes to one engine as it is, but for the fields that the router writes itself."""
 
 
 class Generate(Body):

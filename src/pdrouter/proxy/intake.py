@@ -18,7 +18,7 @@ from pdrouter.core.request import RequestFacts, Task
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Inbound
 from pdrouter.engines.sglang import OWNED_FIELDS, RESPONSE_ID
-from pdrouter.engines.sglang_ranks import DECODE_RANK_FIELDS, PREFILL_RANK_FIELDS
+from pdrouter.engines.sglang_ranks import DECODE_RANK_FIELDS, PREFILL_RANK_FIELDS, RANK_FIELDS
 from pdrouter.errors import InvalidRequest, QueueFull
 from pdrouter.proxy.bodies import MAX_ID_CHARS, Api, Body, Whole, client_rid
 from pdrouter.proxy.client import Client
@@ -64,6 +64,9 @@ _OTHER_PREFIX = "req-"
 _OTHER = Task.OTHER
 
 _OWNED_NAMES = tuple(sorted(OWNED_FIELDS | {RESPONSE_ID, "kv_transfer_params", "disaggregated_params"}))
+_DROPPED = frozenset(_OWNED_NAMES) - {RESPONSE_ID}
+"""What is left out of a body that one engine gets as it is otherwise: ids of others' requests, rooms, ranks."""
+
 _OWNED_VALUES = attrgetter(*_OWNED_NAMES)
 _ALL_UNSET = (UNSET,) * len(_OWNED_NAMES)
 
@@ -95,6 +98,7 @@ class Intake:
         self._keys = single | {_RANK_HEADER, *_CLIENT_KEYS}
         self._lists = _LISTS - single
         # Where ranks aren't ours to write, the client's own go through.
+        self._dropped = _DROPPED if options.owns_ranks else _DROPPED - RANK_FIELDS
         self._forwarded = _FORWARDED | options.forwarded | (set() if options.owns_ranks else {_RANK_HEADER})
 
     def read(
@@ -166,6 +170,8 @@ class Intake:
         lines, credentials, rank = self._read_headers(headers, keys)
         told, text = reading.told, reading.shape
         model, adapter = told.model, None if told.lora_path is UNSET else adapter_of(told.lora_path)
+        fields = [name for name in _set_fields(told) if name in self._dropped]
+        rank = self._ranks(told, rank)[1] if fields else rank
         tokens = self._router.tokens.estimate(self._router.fleet.names.base(model, adapter), text) if text else 1
         facts = RequestFacts(
             request_id=request_id,
@@ -181,7 +187,7 @@ class Intake:
             path=reading.api,
             body=reading.body,
             start=0,
-            fields=(),
+            fields=fields,
             headers=b"content-type: %b\r\n%b" % (reading.content_type, lines),
             request_id=request_id,
             is_stream=boolean("stream", told.stream),

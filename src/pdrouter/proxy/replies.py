@@ -20,6 +20,9 @@ _NOT_PASSED_ON = frozenset(
     b" proxy-connection proxy-authenticate proxy-authorization x-request-id".split()
 )
 
+_OWN = b"x-pdrouter-"
+"""How the names of the router's own headers begin: a client must be able to believe them."""
+
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     404: "not_found_error",
@@ -81,15 +84,19 @@ def error_event(error: RouterError, path: str, tail: bytes) -> bytes:
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return an engine's headers without those that belong to its connection, and without its request id.
+    """Return an engine's headers without those that belong to its connection, and those that are the router's.
 
     Names come out in lower case; behind the values the parser may have left white space.
     """
     pairs = [(name.lower(), value.rstrip()) for name, value in headers]
-    kept = [pair for pair in pairs if pair[0] not in _NOT_PASSED_ON]
+    kept = [pair for pair in pairs if _is_passed_on(pair[0])]
     if len(kept) == len(pairs):  # the connection says nothing of itself, as most often
         return kept
-    return [pair for pair in end_to_end(pairs, dict(pairs)) if pair[0] not in _NOT_PASSED_ON]
+    return [pair for pair in end_to_end(pairs, dict(pairs)) if _is_passed_on(pair[0])]
+
+
+def _is_passed_on(name: bytes) -> bool:
+    return name not in _NOT_PASSED_ON and not name.startswith(_OWN)
 
 
 def unsized(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

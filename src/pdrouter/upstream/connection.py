@@ -11,8 +11,14 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpResponseParser
 
-from pdrouter.errors import UpstreamClosed, UpstreamError, UpstreamProtocol
+from pdrouter.errors import UpstreamClosed, UpstreamError, UpstreamProtocol, UpstreamRedirect
 from pdrouter.upstream.exchange import Exchange, Headers, Repeater, Request
+
+_FIRST_BYTE = ord("H")
+"""How a reply begins; the parser would take RTSP as well."""
+
+_VERSIONS = frozenset({"1.1", "1.0"})
+_CODING_CHARS = len(b"transfer-encoding")
 
 _JOIN_BELOW_BYTES = 16_384
 """Size of a body below which one copy is cheaper than a vectored write; chosen, see benchmarks/proxy.py."""
@@ -172,6 +178,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not exchange.status:
             exchange.forget_request()
+            if not exchange.unread_bytes and data[0] != _FIRST_BYTE:
+                self.fail(UpstreamProtocol(f"{self._peer} sent bytes that are not an HTTP/1.1 reply"))
+                return
         exchange.unread_bytes += len(data)
         failure: UpstreamError | None = None
         try:
@@ -220,8 +229,16 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None or status == 101:
             raise UpstreamProtocol(f"{self._peer} wants to switch protocols")
         self._headers = []
+        if parser.get_http_version() not in _VERSIONS or not 100 <= status <= 599:
+            raise UpstreamProtocol(f"{self._peer} sent a reply that isn't HTTP/1.1, or a status that is none")
         if status < 200:
             return
+        if 300 <= status <= 399:
+            raise UpstreamRedirect(f"{self._peer} answered with a redirect ({status}), which isn't followed")
+        if any(len(name) == _CODING_CHARS and _is_foreign_coding(name, value) for name, value in headers):
+            raise UpstreamProtocol(f"{self._peer} sent a reply with a transfer coding other than chunked")
+        if status < 300 and self._transport.get_write_buffer_size():
+            raise UpstreamProtocol(f"{self._peer} sent a good reply before its request was out")
         if exchange.unread_bytes > self._max_header_bytes and _size_bytes(headers) > self._max_header_bytes:
             raise self._head_too_large()
         exchange.status = status
@@ -274,6 +291,11 @@ class Connection(asyncio.BufferedProtocol):
         return failure
 
 
+def _is_foreign_coding(name: bytes, value: bytes) -> bool:
+    """Whether a header says that the body is coded in a way that isn't undone here."""
+    return name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked"
+
+
 def _size_bytes(headers: Headers) -> int:
     return sum(len(name) + len(value) + len(b": \r\n") for name, value in headers)
 
@@ -283,7 +305,7 @@ def _is_framed(status: int, headers: Headers) -> bool:
 
     Source: RFC 9112, section 6.3.
     """
-    if status in (204, 304):
+    if status == 204:
         return True
     for name, value in headers:
         if name == b"transfer-encoding":

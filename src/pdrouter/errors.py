@@ -11,7 +11,9 @@ class RouterError(Exception):
     """Base of all failures that a client may see.
 
     ``status`` and ``code`` are stable; ``is_retryable`` says that another attempt may succeed;
-    ``counts_against_health`` says that the engine involved is at fault.
+    ``counts_against_health`` says that the engine involved is at fault. ``message`` outlives the request, in stories,
+    logs and reasons that others see; ``detail`` is what an engine said, perhaps with the prompt in it: for the
+    request's own client, and for the log at debug level.
     """
 
     status: ClassVar[int] = 500
@@ -19,6 +21,7 @@ class RouterError(Exception):
     type: ClassVar[str] = "server_error"
     is_retryable: ClassVar[bool] = False
     counts_against_health: ClassVar[bool] = False
+    detail: str = ""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

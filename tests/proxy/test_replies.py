@@ -10,7 +10,7 @@ from pdrouter import errors
 from pdrouter.errors import RouterError
 from pdrouter.proxy.bodies import Api
 from pdrouter.proxy.replies import error_body, error_event, error_headers, passed_on
-from tests.lab import fault, make_lab, route_to
+from tests.lab import CHAT, Script, ScriptedEngine, always, chat, fault, make_lab, route_to
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RouterError)]
 
@@ -148,3 +148,31 @@ async def test_an_error_before_the_answer_is_told_in_its_own_form() -> None:
             reply = await lab.post(path, {})
             kind = reply.json().get("type")
             assert (reply.status >= 400, kind) == (True, "error" if path is Api.MESSAGES else None)
+
+
+SECRET = "my password is swordfish"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "script",
+    [
+        always(500, {"error": {"message": SECRET, "code": 500}}),
+        always(400, {"error": {"message": SECRET, "code": 400}}),
+        always(200, {"error": {"message": SECRET, "code": 500}}),
+        always(503, SECRET.encode(), f"x-reason: {SECRET}"),
+    ],
+)
+async def test_an_engines_words_stay_with_the_request(script: Script, *, is_stream: bool) -> None:
+    """An error may echo the prompt: the request's own client reads it, and no page has it afterwards."""
+    async with (
+        ScriptedEngine(None, {CHAT: script}).listen() as engine,
+        route_to((), (), [engine], cb_failure_threshold=1, healthy_panic_threshold=0, retry_max_retries=1) as lab,
+    ):
+        reply = await lab.post(CHAT, chat(SECRET, stream=is_stream), {"x-request-id": "mine"})
+        assert SECRET in reply.body.decode()
+        other = await lab.post(CHAT, chat("another"), {"x-request-id": "other"})
+        pages = ("/debug/story/mine", "/debug/fleet", "/workers", "/readiness", "/metrics", "/get_loads")
+        for page in [other, *[await lab.get(page) for page in pages]]:
+            if other.status == 503 or page is not other:
+                assert SECRET not in page.body.decode()

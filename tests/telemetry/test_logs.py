@@ -12,6 +12,7 @@ from pdrouter.core.fleet import Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.request import RequestFacts
 from pdrouter.errors import ClientGone, InvalidRank, NoReadyPair, RouterError, UpstreamClosed
+from pdrouter.proxy.legs import EngineReply
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from tests.engines.builders import make_decision, make_endpoint, place
 
@@ -134,6 +135,17 @@ def test_a_failure_tells_who_and_where(capsys: pytest.CaptureFixture[str], error
     assert (told["event"], told["level"], told["code"], told["reason"]) == ("failed", level, error.code, error.message)
     assert (told["request_id"], told["prefill"]) == ("r-1", "prefill:30000 rank 1")
     assert told["decode"] == "decode:30000 rank engine"
+
+
+@pytest.mark.parametrize(("level", "is_told"), [("debug", True), ("info", False), ("warning", False)])
+def test_what_an_engine_said_may_be_the_prompt(
+    capsys: pytest.CaptureFixture[str], level: str, *, is_told: bool
+) -> None:
+    """It is told at debug level only."""
+    error = EngineReply(make_decision(None, place(make_endpoint(Role.REGULAR), 0)).decode, 500, [], b"my secret")
+    make_log(level).failed(decision(), error)
+    (told,) = lines(capsys)
+    assert ("my secret" in str(told)) == is_told
 
 
 def test_a_rejection_tells_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,9 @@ UNREACHABLE = (ConnectFailed,)
 """Failures of a whole endpoint and not of a rank."""
 
 
+_MAX_DETAIL_BYTES = 512
+
+
 class EngineReply(UpstreamError):
     """An engine's own error reply, to be passed on as it is."""
 
@@ -30,8 +33,8 @@ class EngineReply(UpstreamError):
         self.reply_status = true_status(status, body)
         self.reply_headers = headers
         self.body = body
-        told = body[:512].decode("utf-8", "replace")
-        super().__init__(f"{place.kind} on {place.label} {self._verb} {self.reply_status}: {told}")
+        super().__init__(f"{place.kind} on {place.label} {self._verb} {self.reply_status}")
+        self.detail = body[:_MAX_DETAIL_BYTES].decode("utf-8", "replace")
 
 
 class EngineFailure(EngineReply):

@@ -44,11 +44,17 @@ _RETRY_AFTER_S = b"1"
 
 def error_body(error: RouterError, path: str = "") -> bytes:
     """Return the body of an error: in Anthropic's shape on its own path, else in OpenAI's."""
+    message = _message(error)
     if path == Api.MESSAGES:
         other = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
-        failure = AnthropicFailure(_ANTHROPIC_TYPES.get(error.status, other), error.message, error.code)
+        failure = AnthropicFailure(_ANTHROPIC_TYPES.get(error.status, other), message, error.code)
         return msgspec.json.encode(AnthropicError("error", failure))
-    return msgspec.json.encode(ErrorReply(Failure(error.message, error.type, error.code, error.param)))
+    return msgspec.json.encode(ErrorReply(Failure(message, error.type, error.code, error.param)))
+
+
+def _message(error: RouterError) -> str:
+    """Return what the client of the failed request is told."""
+    return f"{error.message}: {error.detail}" if error.detail else error.message
 
 
 def error_headers(error: RouterError) -> list[tuple[bytes, bytes]]:
@@ -76,7 +82,7 @@ def error_event(error: RouterError, path: str, tail: bytes) -> bytes:
     """
     if path == Api.RESPONSES:
         number = (last_number(_SEQUENCE_NUMBER, tail) or 0) + 1
-        body = msgspec.json.encode(ResponsesError("error", error.code, error.message, error.param, number))
+        body = msgspec.json.encode(ResponsesError("error", error.code, _message(error), error.param, number))
     else:
         body = error_body(error, path)
     name = b"event: error\n" if path in _NAMED_EVENTS else b""

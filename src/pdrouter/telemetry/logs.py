@@ -111,11 +111,15 @@ class DecisionLog:
         self._log.warning("rejected", request_id=facts.request_id, code=error.code, reason=error.message)
 
     def failed(self, decision: Decision, error: RouterError) -> None:
-        """Tell why a placed request failed; a client that left is no failure of anybody."""
+        """Tell why a placed request failed; a client that left is no failure of anybody.
+
+        What the engine said may have the prompt in it: it is told at debug level only.
+        """
         is_fault = error.counts_against_health or error.status >= 500
         level = logging.WARNING if is_fault else logging.INFO
         if self._level <= level:
-            self._log.log(level, "failed", code=error.code, reason=error.message, **_told(decision))
+            said = {"engine_said": error.detail} if error.detail and self._level <= logging.DEBUG else {}
+            self._log.log(level, "failed", code=error.code, reason=error.message, **said, **_told(decision))
 
 
 def _told(decision: Decision) -> dict[str, object]:

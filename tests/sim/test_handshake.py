@@ -180,6 +180,7 @@ async def test_legs_with_different_prompts_fail_both(pair: Any) -> None:
     for reply in await pair.send("/generate", GENERATE, decode={"text": "another prompt of the same"}):
         assert reply.status == 500
         assert "different prompts" in reply.json()["message"]
+    assert pair.prefill.snapshot().errors == pair.decode.snapshot().errors == {"prompt_mismatch": 1}
     assert pair.is_idle
 
 

@@ -22,8 +22,6 @@ class SglangVersion(msgspec.Struct, frozen=True):
     ``has_loads``, ``has_get_load``: has ``/v1/loads`` (0.5.8), still has ``/get_load`` (up to 0.5.20).
     ``sums_loads``: ``/v1/loads`` has ``dp_rank_count`` and ``aggregate`` (up to 0.5.13). ``unknown_loads``: fields of a
     rank's load that it doesn't tell yet.
-    ``refuses_streams``: OpenAI's endpoints refuse a bad request before a stream begins (0.5.10).
-    ``streams_errors``: they write an error event where a stream fails (0.5.11).
     """
 
     takes_routed: bool
@@ -37,8 +35,6 @@ class SglangVersion(msgspec.Struct, frozen=True):
     has_get_load: bool
     sums_loads: bool
     unknown_loads: frozenset[str]
-    refuses_streams: bool
-    streams_errors: bool
 
     def tells_load(self, name: str) -> bool:
         """Whether ``/v1/loads`` has a field."""
@@ -75,6 +71,4 @@ def sglang_version(text: str) -> SglangVersion:
         has_get_load=not since(21),
         sums_loads=not since(14),
         unknown_loads=frozenset(name for name, minor in _LOADS_SINCE.items() if not since(minor)),
-        refuses_streams=since(10),
-        streams_errors=since(11),
     )

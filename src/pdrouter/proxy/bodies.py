@@ -3,7 +3,6 @@
 Fields whose bytes matter are kept raw. Read next: ``prompts.py`` and ``intake.py``.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TypeVar, cast
@@ -20,10 +19,6 @@ from pdrouter.proxy.scalars import Scalar, boolean, count, integer
 S = TypeVar("S")
 
 MAX_ID_CHARS = 256
-
-_FORM_FIELD = rb'name="%b"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n'
-_FORM_BYTES = 65_536
-"""How much of a form is looked at from each end: files stand between."""
 
 MAX_BATCH = 4096
 """Samples of one request (I9)."""
@@ -283,14 +278,6 @@ def _decode(decoder: "msgspec.json.Decoder[S]", body: bytes) -> S:
         raise InvalidRequest(str(error), param=_path_of(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body isn't JSON: {error}") from error
-
-
-def form_value(name: bytes, body: bytes) -> str | None:
-    """Return a plain field of a multipart form, where it stands near its beginning or its end."""
-    found = re.search(_FORM_FIELD % re.escape(name), body[:_FORM_BYTES]) or re.search(
-        _FORM_FIELD % re.escape(name), body[-_FORM_BYTES:]
-    )
-    return found[1].decode("utf-8", "replace") if found else None
 
 
 def _path_of(error: msgspec.ValidationError) -> str | None:

@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from pdrouter.core.request import PAIRED, Task
 from pdrouter.core.tokens import TextShape
-from pdrouter.proxy.bodies import TASKS, AnyBody, Api, Whole, batch_size, decode, decode_whole, form_value
+from pdrouter.proxy.bodies import TASKS, AnyBody, Api, Whole, batch_size, decode, decode_whole
 from pdrouter.proxy.bounds import exceeds
+from pdrouter.proxy.forms import form_fields
 from pdrouter.proxy.prompts import Prompt, read_prompt
 
 MAX_INLINE_OBJECTS = 2048
@@ -19,6 +20,7 @@ MAX_INLINE_OBJECTS = 2048
 
 _OTHER = Task.OTHER
 _JSON = b"application/json"
+_FORM_FIELDS = frozenset((b"model", b"stream"))
 
 
 class ReadingOptions(Struct, frozen=True):
@@ -70,7 +72,8 @@ def read_body(api: Api, headers: Iterable[tuple[bytes, bytes]], body: bytes, opt
 
 def _read_whole(api: Api, task: Task, content_type: bytes, body: bytes) -> Reading:
     if content_type.lower().startswith(b"multipart/"):
-        told = Whole(form_value(b"model", body), form_value(b"stream", body))
+        fields = form_fields(content_type, body, _FORM_FIELDS)
+        told = Whole(fields.get(b"model"), fields.get(b"stream"))
         return Reading(api, task, body, told, None, content_type)
     shape = TextShape.of(body) if task is Task.READ else None
     return Reading(api, task, body, decode_whole(body), shape, content_type)

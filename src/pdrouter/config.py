@@ -361,9 +361,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     priority_header: Annotated[str, setting("Admission",
         "Header with a request's priority, an integer: the higher goes first; else the body's priority counts, as the "
         "engine reads it.", check=check_header)] = "x-request-priority"
+    max_client_priority: Annotated[int, setting("Admission",
+        "Highest priority that a client may give itself in the router's queue, by header or body; the lowest is its "
+        "negative. 0: none counts, as a client that asks for more starves others. Engines get the body's as it came.",
+        unit="priority", low=0, high=999_999_999)] = 0
     tenant_header: Annotated[str, setting("Admission",
         "Header that names whose share of the router a request takes; tenants wait for each other by fair share.",
         check=check_header)] = "authorization"
+    tenants: Annotated[Literal["listed", "all"], setting("Admission",
+        "Who has a share of its own: those that `tenant_weights` lists, all others having one share together, or `all` "
+        "that the header names; not where a client may choose what it says, with a new name for each request.",
+        )] = "listed"
     tenant_weights: Annotated[tuple[Secret, ...], setting("Admission",
         "Shares that differ: `TENANT=WEIGHT`, the header's value and a number above 0; others have 1.",
         check=check_weight)] = ()

@@ -248,7 +248,8 @@ def intake_options(settings: Settings) -> IntakeOptions:
         tenant_header=settings.tenant_header.lower().encode(),
         rate_header=settings.rate_limit_key_header.lower().encode(),
         tenant_weights=_tenant_weights(settings),
-        puts_low_first=settings.engine == "vllm",
+        max_priority=settings.max_client_priority,
+        takes_any_tenant=settings.tenants == "all",
         keeps_credentials=settings.forward_client_key,
     )
 

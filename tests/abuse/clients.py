@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.abuse.case import case, must
-from tests.abuse.stage import HOSTILE, MIB, SPOILT, Stage
-from tests.lab import Call, Reply, connect, get, post
+from tests.abuse.stage import HOSTILE, MIB, SPOILT, Engine, Stage, ready
+from tests.lab import Asked, Call, Reply, chat, connect, get, post
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PART_S = 6.0
@@ -313,3 +313,43 @@ async def other_model(stage: Stage) -> str:
     finally:
         stage.engine.script = stage.engine.answers
     return "ledger zero"
+
+
+@case(
+    8,
+    "200 requests, each of a new key and of priority 1e9, before one of a listed tenant",
+    "it goes at once",
+    is_shared=False,
+)
+async def urgent_strangers(stage: Stage) -> str:
+    engine = Engine()
+
+    is_crowded = asyncio.Event()
+
+    async def slow(asked: Asked) -> bytes:
+        if len(engine.asked) >= 5:
+            is_crowded.set()
+        await asyncio.sleep(0.02)
+        return await engine.answers(asked)
+
+    engine.script = slow
+    await engine.listen()
+    flags: dict[str, Any] = {"engine": "openai", "max_concurrent_requests": 1, "tenant_weights": "Bearer honest=1"}
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        router = await stack.enter_async_context(stage.route("--worker", engine.url, **flags))
+        await ready(router.url)
+        body = {"messages": [{"role": "user", "content": "x"}], "priority": 10**9}
+        headers = [{"authorization": f"Bearer {n}", "x-request-priority": "999999999"} for n in range(200)]
+        crowd = [asyncio.create_task(post(router.url, CHAT, body, one)) for one in headers]
+        async with asyncio.timeout(10):
+            await is_crowded.wait()
+            before = len(engine.asked)
+            reply = await post(router.url, CHAT, chat("honest"), {"authorization": "Bearer honest"})
+        overtook = len(engine.asked) - before
+        for task in crowd:
+            task.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+    must(reply.status == 200, f"status {reply.status}")
+    must(overtook <= 10, f"{overtook} others went first")
+    return f"{overtook - 1} went first"

@@ -50,11 +50,11 @@ def one_input(raw: bytes) -> None:
     """Read a request, hold the facts to another reading of it, and let it be decided."""
     source = Source(raw)
     api = source.pick(APIS)
-    owns_ranks, puts_low_first, fleet = source.once_in(2), source.once_in(2), source.pick(FLEETS)
+    owns_ranks, most, fleet = source.once_in(2), source.pick((0, 7)), source.pick(FLEETS)
     lines = headers(source)
     asked = body(source, api)
     router = make_router(fleet, make_options(policy="least_work"))
-    options = msgspec.structs.replace(OPTIONS, owns_ranks=owns_ranks, puts_low_first=puts_low_first)
+    options = msgspec.structs.replace(OPTIONS, owns_ranks=owns_ranks, max_priority=most)
     intake = Intake(router, options)
     try:
         facts, inbound = intake.read(api, lines, asked, "r")

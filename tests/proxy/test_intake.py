@@ -1,8 +1,9 @@
 """The intake: what the client asks for, its ids and ranks, and what bad input gets."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrouter.config import Settings
-from pdrouter.core.fleet import Role
+from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.core.request import RequestFacts
 from pdrouter.engines.base import Inbound, forward
 from pdrouter.engines.sglang import OWNED_FIELDS
@@ -19,7 +20,7 @@ from pdrouter.engines.sglang_ranks import RANK_FIELDS
 from pdrouter.errors import ClientError
 from pdrouter.options import intake_options
 from pdrouter.proxy.intake import Api, Intake
-from tests.core.builders import make_router
+from tests.core.builders import make_router, regular
 from tests.engines.builders import body_of, decode_leg, make_decision, make_endpoint, place
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -30,18 +31,65 @@ GENERATE = {"text": "Hi"}
 PLAIN: Mapping[Api, Mapping[str, object]] = {Api.CHAT: CHAT, Api.COMPLETIONS: COMPLETION, Api.GENERATE: GENERATE}
 
 
-def make_intake(*, owns_ranks: bool = True) -> Intake:
-    """Return an intake with the default settings."""
-    options = msgspec.structs.replace(intake_options(Settings()), owns_ranks=owns_ranks)
-    return Intake(make_router([]), options)
+def make_intake(fleet: Iterable[Endpoint] = (), /, **options: Any) -> Intake:
+    """Return an intake with the default settings but for these options."""
+    return Intake(make_router(fleet), msgspec.structs.replace(intake_options(Settings()), **options))
 
 
 def read(
-    api: Api, body: Mapping[str, object] | bytes, headers: Headers = (), *, owns_ranks: bool = True
+    api: Api, body: Mapping[str, object] | bytes, headers: Headers = (), **options: Any
 ) -> tuple[RequestFacts, Inbound]:
     """Take in a body."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return make_intake(owns_ranks=owns_ranks).read(api, headers, raw, "r")
+    return make_intake(**options).read(api, headers, raw, "r")
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "priority"), [(0, 10**9, 0), (0, -(10**9), 0), (5, 10**9, 5), (5, -(10**9), -5), (5, 3, 3)]
+)
+def test_a_client_may_not_jump_the_queue(most: int, asked: int, priority: int) -> None:
+    """By body or by header it gets no more than the operator allows, up or down; engines get what it wrote."""
+    facts, inbound = read(Api.CHAT, {**CHAT, "priority": asked}, max_priority=most)
+    assert facts.priority == priority
+    assert json.loads(inbound.body)["priority"] == asked
+    header = [(b"x-request-priority", b"%d" % max(-999_999_999, min(asked, 999_999_999)))]
+    assert read(Api.CHAT, CHAT, header, max_priority=most)[0].priority == priority
+
+
+@pytest.mark.parametrize(
+    ("senses", "model", "priority"),
+    [
+        ({"a": (False,), "b": (True,)}, "a", 2),
+        ({"a": (False,), "b": (True,)}, "b", -2),
+        ({"a": (False, True, True)}, "a", -2),
+        ({"a": (False, True)}, "a", 2),
+        ({"a": (True,)}, None, -2),
+        ({}, "a", 2),
+    ],
+)
+def test_a_priority_is_meant_as_the_engines_read_it(
+    senses: Mapping[str, Sequence[bool]], model: str | None, priority: int
+) -> None:
+    """Low first is a fact of the engines of the model that is asked for; where they differ, of most of them."""
+    fleet = [
+        regular(f"{model}{n}:1", model=model, puts_low_first=low)
+        for model, several in senses.items()
+        for n, low in enumerate(several)
+    ]
+    body = {**CHAT, "model": model, "priority": 2}
+    facts, _ = make_intake(fleet, max_priority=9).read(Api.CHAT, [], json.dumps(body).encode(), "r")
+    assert facts.priority == priority
+
+
+def test_tenants_are_those_that_are_listed() -> None:
+    """A new key for each request gives nobody a share of its own, unless the operator vouches for the header."""
+    keys = [[(b"authorization", b"Bearer %d" % n)] for n in range(3)]
+    listed = {b"1": 2.5}
+    facts = [read(Api.CHAT, CHAT, key, tenant_weights=listed)[0] for key in keys]
+    assert [(fact.tenant is None, fact.weight) for fact in facts] == [(True, 1.0), (False, 2.5), (True, 1.0)]
+    facts = [read(Api.CHAT, CHAT, key, tenant_weights=listed, takes_any_tenant=True)[0] for key in keys]
+    assert len({fact.tenant for fact in facts} - {None}) == 3
+    assert [fact.weight for fact in facts] == [1.0, 2.5, 1.0]
 
 
 @pytest.mark.parametrize("api", [Api.EMBEDDINGS, Api.RERANK, Api.SCORE, Api.CLASSIFY, Api.TOKENIZE, Api.SPEECH])

@@ -52,7 +52,8 @@ async def test_they_go_when_there_is_room() -> None:
 
 async def test_priority_goes_first() -> None:
     """By header, or by the body; of equals the one that came first."""
-    async with make_lab(engine={"dp_size": 1}, **ONE_AT_A_TIME) as lab, AsyncExitStack() as stack:
+    flags = ONE_AT_A_TIME | {"max_client_priority": 9}
+    async with make_lab(engine={"dp_size": 1}, **flags) as lab, AsyncExitStack() as stack:
         await occupy(lab, stack)
         tasks = [
             await queue_up(lab, 1),

@@ -51,7 +51,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     ``pair_tasks`` are those that its engine does in two legs; ``pairs_lists`` says that it does so for a list of
     prompts, ``pairs_copies`` for several answers to one, ``reads_prompts`` that a decode endpoint can do the whole task
     alone, ``takes_ranks`` that a request runs on the rank that it names, ``reports_lag`` that its load reports may show
-    work later than they say, ``tells_transfer`` that a decode endpoint counts as cached what came from a prefill.
+    work later than they say, ``tells_transfer`` that a decode endpoint counts as cached what came from a prefill,
+    ``puts_low_first`` that of two ``priority`` fields the lower goes first.
     """
 
     address: str
@@ -83,6 +84,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     takes_ranks: bool = True
     reports_lag: bool = False
     tells_transfer: bool = False
+    puts_low_first: bool = False
 
     def __post_init__(self) -> None:
         """Derive its names; also when it is described again."""
@@ -152,6 +154,7 @@ class Fleet:
         self._ways: dict[tuple[str | None, Task, bool, bool, bool], tuple[Way, ...]] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._out: dict[str | RankKey, dict[str, str]] = {}
+        self._puts_low_first: dict[str | None, bool] = {}
         self._alone: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._ready: dict[tuple[Role, str | None], tuple[Endpoint, ...]] = {}
         self._partners: dict[tuple[str, str | None], tuple[Endpoint, ...]] = {}
@@ -229,6 +232,14 @@ class Fleet:
         if ways is None:
             ways = self._ways[key] = tuple(self._find_ways(model, facts))
         return ways
+
+    def puts_low_first(self, base: str | None) -> bool:
+        """Whether engines of a base model, or all if it isn't known, read ``priority`` so; else where most do."""
+        puts = self._puts_low_first.get(base)
+        if puts is None:
+            several = [e.puts_low_first for e in self if base is None or e.model == base]
+            puts = self._puts_low_first[base] = 2 * sum(several) > len(several)
+        return puts
 
     def splits(self, facts: RequestFacts) -> bool:
         """Whether several answers to a prompt take a request for each: only pairs can serve it, one at a time."""
@@ -323,6 +334,7 @@ class Fleet:
 
     def _forget_pools(self) -> None:
         self._ways.clear()
+        self._puts_low_first.clear()
         self._alone.clear()
         self._ready.clear()
         self._partners.clear()

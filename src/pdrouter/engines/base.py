@@ -134,6 +134,7 @@ class Described(msgspec.Struct, frozen=True):
     kv_capacity_tokens: int | None = None
     kv_engine_ids: tuple[str, ...] | None = None
     dp_attention: bool | None = None
+    puts_low_first: bool | None = None
     contradiction: str | None = None
     cards: tuple[Card, ...] | None = None
 
@@ -176,6 +177,7 @@ class Traits(msgspec.Struct, frozen=True):
     takes_ranks: bool = True
     reports_lag: bool = False
     tells_transfer: bool = False
+    puts_low_first: bool = False
 
 
 class Engine(Protocol):

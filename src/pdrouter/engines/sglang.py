@@ -94,7 +94,12 @@ class Sglang:
         tasks = (task for task, since in _PAIRED_SINCE.items() if numbers >= since)
         is_old = endpoint.role is Role.DECODE and is_older(self._rank_fields, endpoint.version)
         return Traits(
-            frozenset(tasks), pairs_lists=True, pairs_copies=False, reads_prompts=False, takes_ranks=not is_old
+            frozenset(tasks),
+            pairs_lists=True,
+            pairs_copies=False,
+            reads_prompts=False,
+            takes_ranks=not is_old,
+            puts_low_first=endpoint.puts_low_first,
         )
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:
@@ -159,6 +164,7 @@ class Sglang:
             version=info.version,
             kv_capacity_tokens=info.max_total_num_tokens or info.max_total_tokens,
             dp_attention=info.enable_dp_attention if info.attn_dp_size is None else info.attn_dp_size > 1,
+            puts_low_first=info.schedule_low_priority_values_first,
             contradiction=_contradiction(counts),
         )
 
@@ -192,6 +198,7 @@ class _ServerInfo(msgspec.Struct):
     version: str | None = None
     max_total_num_tokens: int | None = None
     max_total_tokens: int | None = None
+    schedule_low_priority_values_first: bool | None = None
 
 
 def _rank_counts(info: _ServerInfo) -> Mapping[str, int]:

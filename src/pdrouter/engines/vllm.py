@@ -112,6 +112,7 @@ class Vllm:
         list are answered from the first one's, in silence; gauges are written when a step ends, so that a prompt which
         takes one long step never shows; the decode side tells the prefill's cached tokens as its own. A Mooncake
         transfer is one answer's. P2P NCCL names each answer's KV, and refuses a request without such a name.
+        ``priority``: ``openai/engine/protocol.py``, "lower means earlier handling".
         """
         kv_transport = endpoint.kv_transport
         has_names = kv_transport in (Connector.P2P_NCCL, Connector.SHARED_STORAGE)
@@ -122,6 +123,7 @@ class Vllm:
             reads_prompts=kv_transport != Connector.P2P_NCCL,
             reports_lag=True,
             tells_transfer=kv_transport != Connector.NIXL,
+            puts_low_first=True,
         )
 
     def plan(self, decision: Decision, inbound: Inbound, attempt: Attempt) -> Plan:

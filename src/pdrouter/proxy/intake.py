@@ -82,7 +82,8 @@ class IntakeOptions(Struct, frozen=True):
     tenant_header: bytes
     rate_header: bytes
     tenant_weights: Mapping[bytes, float]
-    puts_low_first: bool
+    max_priority: int
+    takes_any_tenant: bool
     keeps_credentials: bool
 
 
@@ -238,26 +239,30 @@ class Intake:
             return header_rank, header_rank
         return _first_rank(PREFILL_RANK_FIELDS, body), _first_rank(DECODE_RANK_FIELDS, body)
 
-    def _priority(self, body: Body, keys: Mapping[bytes, bytes]) -> int:
+    def _priority(self, body: Body, base: str | None, keys: Mapping[bytes, bytes]) -> int:
         """Return whose turn comes before others', the higher the sooner; the header's word counts more.
 
-        Raises: InvalidRequest.
+        The body's is meant as the engines of the model read it. Raises: InvalidRequest.
         """
-        name = self._options.priority_header
+        name, most = self._options.priority_header, self._options.max_priority
         text = keys.get(name)
         if text is None:
             priority = integer("priority", body.priority) or 0
-            return -priority if self._options.puts_low_first else priority
-        if not _PRIORITY.fullmatch(text):
+            if priority and self._router.fleet.puts_low_first(base):
+                priority = -priority
+        elif _PRIORITY.fullmatch(text):
+            priority = int(text)
+        else:
             raise InvalidRequest(f"the header {name.decode()} must be an integer", param=name.decode())
-        return int(text)
+        return max(-most, min(priority, most))
 
     def _tenant(self, keys: Mapping[bytes, bytes]) -> tuple[int | None, float]:
         """Return whose share of the router a request takes, and how large that is beside others'."""
         name = identity(keys, self._options.tenant_header)
-        if not name:
+        weight = self._options.tenant_weights.get(name)
+        if not name or (weight is None and not self._options.takes_any_tenant):
             return None, 1.0
-        return xxhash.xxh3_64_intdigest(name), self._options.tenant_weights.get(name, 1.0)
+        return xxhash.xxh3_64_intdigest(name), 1.0 if weight is None else weight
 
     def _facts(
         self,
@@ -272,7 +277,8 @@ class Intake:
         tenant, weight = self._tenant(keys) if keys else (None, 1.0)
         names, model = self._router.fleet.names, body.model
         adapter = None if body.lora_path is UNSET else adapter_of(body.lora_path)
-        tokens = prompt.tokens + (self._router.tokens.estimate(names.base(model, adapter), text) if text else 0)
+        base = names.base(model, adapter)
+        tokens = prompt.tokens + (self._router.tokens.estimate(base, text) if text else 0)
         is_text = samples == 1 and not prompt.tokens and not prompt.media_ends
         is_short = samples == 1 and not blocks and bool(prompt.raw)
         if is_short:
@@ -296,7 +302,7 @@ class Intake:
             prefill_rank=ranks[0],
             decode_rank=ranks[1],
             max_output_tokens=body.max_output_tokens(),
-            priority=self._priority(body, keys) if keys or body.priority else 0,
+            priority=self._priority(body, base, keys) if keys or body.priority else 0,
             tenant=tenant,
             weight=weight,
             routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,

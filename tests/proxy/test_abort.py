@@ -292,7 +292,8 @@ async def test_an_engines_own_error_in_mid_stream() -> None:
             await call.head()
             await call.some()
             engine = lab.decodes[0].engine
-            engine.abort_matching("", is_all=True)
+            for ticket in engine.live():
+                engine.abort(ticket)
             reply = await call.finish()
         assert reply.is_whole
         assert reply.pieces[-1] == "[DONE]"

@@ -244,8 +244,8 @@ async def test_a_rank_that_is_not_there_is_refused(client: Any, rank: object) ->
     async with start_emulator(EmulatorSettings(dp_size=4)) as emulator:
         reply = await client.send(emulator.url, "/generate", GENERATE | {"routed_dp_rank": rank})
         assert reply.status == 400
-        assert reply.json()["object"] == "error"
-        assert "routed_dp_rank" in reply.json()["message"]
+        told = reply.json()
+        assert "routed_dp_rank" in told.get("error", told)["message"]
         assert sum(emulator.snapshot().errors.values()) == 1
 
 

@@ -155,7 +155,7 @@ class Emulator:
     ) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send, partial(self._transport, scope["client"]), self.kind.error_body)
+        exchange = Exchange(scope, receive, send, partial(self._transport, scope["client"]), self.kind.error_reply)
         with contextlib.suppress(Broken):
             rules = self.faults.take(exchange.path) if self.faults.rules else []
             if is_refused(self.settings, exchange.path, exchange.headers):
@@ -179,7 +179,7 @@ class Emulator:
                 return True
             elif rule.kind in {"status", "no_load"}:
                 error = EngineError(rule.status, "fault", "fault on demand")
-                await exchange.reply_json(rule.status, rule.body or self.kind.error_body(error))
+                await exchange.reply_json(rule.status, rule.body or self.kind.error_reply(exchange.path, error)[1])
                 return True
             elif rule.kind == "reset" and rule.after_chunks is None:
                 exchange.reset()
@@ -216,7 +216,7 @@ class Emulator:
             for ticket in tickets:
                 self.engine.abort(ticket)
             self.engine.count_error(error)
-            await exchange.fail(error)
+            await self._refuse(exchange, raw, error)
             return
         watch = asyncio.get_running_loop().create_task(_tell_when_gone(exchange, inbox))
         try:
@@ -229,6 +229,14 @@ class Emulator:
             watch.cancel()
             for ticket in tickets:
                 self.engine.abort(ticket)
+
+    async def _refuse(self, exchange: Exchange, raw: bytes, error: EngineError) -> None:
+        told = self.kind.refused_stream(exchange.path, raw, error)
+        if told is None:
+            await exchange.fail(error)
+        else:
+            await exchange.stream(told)
+            await exchange.end()
 
     def _submit(self, call: Call, inbox: Inbox, tickets: list[Ticket]) -> None:
         for index, part in enumerate(call.parts):
@@ -249,21 +257,17 @@ class Emulator:
         return ticket
 
     async def _stream(self, exchange: Exchange, reply: Reply, inbox: Inbox, open_count: int) -> None:
-        """Write events as tokens come, until every prompt is over; the first failure ends the stream."""
+        """Write events as tokens come, until every prompt is over, or one fails whose failure ends the stream."""
         while open_count:
             ticket = await inbox.get()
             if ticket is None:
                 raise Broken
             ticket.is_posted = False
-            if ticket.error is not None:
-                if not exchange.is_started:
-                    await exchange.fail(ticket.error)
-                    return
-                await exchange.stream(self.kind.error_event(ticket.error))
-                await exchange.end()
+            if ticket.error is not None and reply.ends_with_failure:
+                await self._end(exchange, ticket.error, reply.failure(ticket, ticket.error))
                 return
-            chunks = []
-            for end in chunk_ends(ticket.sent_tokens, ticket.tokens, self.settings.stream_interval):
+            chunks = [] if ticket.error is None else [reply.failure(ticket, ticket.error) or b""]
+            for end in [] if chunks else chunk_ends(ticket.sent_tokens, ticket.tokens, self.settings.stream_interval):
                 chunks.append(reply.chunk(ticket, ticket.sent_tokens, end))
                 ticket.sent_tokens = end
             open_count -= ticket.is_over
@@ -271,6 +275,14 @@ class Emulator:
                 chunks.append(reply.tail())
             for chunk in chunks if exchange.breaking else [b"".join(chunks)]:
                 await exchange.stream(chunk)
+        await exchange.end()
+
+    async def _end(self, exchange: Exchange, error: EngineError, told: bytes | None) -> None:
+        """End a stream that has failed; ``told``: what it says of that."""
+        if told is None and not exchange.is_started:
+            await exchange.fail(error)
+            return
+        await exchange.stream(self.kind.error_event(error) if told is None else told)
         await exchange.end()
 
 

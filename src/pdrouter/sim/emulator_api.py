@@ -1,6 +1,6 @@
 """Requests of SGLang's inference endpoints, read and checked: bytes and headers in, prompts with ranks and rooms out.
 
-What SGLang would refuse is refused, and what it would ignore is ignored. Replies: ``emulator_replies.py``.
+What SGLang would refuse is refused, and what it would ignore is ignored. Replies: ``sglang_replies.py``.
 """
 
 import uuid
@@ -10,8 +10,10 @@ import msgspec
 
 from pdrouter.sim.call import Api, Call, Part, RoomHandoff
 from pdrouter.sim.emulator_settings import MAX_ROOM, EmulatorSettings, EngineError
-from pdrouter.sim.text import Prompt, echo_text, render_chat
+from pdrouter.sim.sglang_version import SglangVersion
+from pdrouter.sim.text import Prompt, as_messages, echo_text, render_chat
 
+_CHATS = frozenset({Api.CHAT, Api.RESPONSES, Api.MESSAGES})
 _FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # SGLang's own name for "no other side" (disaggregation/utils.py)
 DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -30,20 +32,25 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True):
-    """Fields of all three endpoints; handshake and rank fields stay unchecked until their own rules are applied."""
+    """Fields of all endpoints; handshake and rank fields stay unchecked until their own rules are applied."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     prompt: str | list[str | int | list[int]] | None = None
     messages: list[dict[str, object]] | None = None
+    system: str | list[dict[str, object]] | None = None
+    input: str | list[dict[str, object]] | None = None
+    instructions: str | None = None
     tools: list[object] | None = None
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     rid: str | list[str] | None = None
+    request_id: str | None = None
     model: str | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
@@ -59,11 +66,16 @@ class Body(msgspec.Struct, frozen=True):
 
 _decoder = msgspec.json.Decoder(Body)
 
+_UNREAD = dict.fromkeys(
+    ["bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank"]
+)
+"""Fields that a version doesn't know yet on an endpoint: they are passed over, as any that it doesn't know."""
+
 
 def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: EmulatorSettings) -> Call:
     """Read and check a request. Raises: ``EngineError`` with status 400."""
     try:
-        body = _decoder.decode(raw)
+        body = _known(api, _decoder.decode(raw), settings.sglang)
         prompts, is_batch = _prompts(api, body)
         kept = [Prompt(prompt, settings.bytes_per_token) for prompt in prompts]
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError) as error:
@@ -79,7 +91,7 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
     # decode engine never does. Source: seen on 0.5.23; ``managers/tokenizer_manager.py``, ``_handle_batch_request``.
     has_rooms = settings.role != "regular" and choices == 1
     rooms, addresses = _bootstrap(body, headers, count, is_batch=is_batch, has_rooms=has_rooms)
-    rids = _rids(headers.get("x-override-rid") or body.rid, count, is_batch=is_batch)
+    rids = _rids(headers.get("x-override-rid") or _rid(api, body), count, is_batch=is_batch)
     limit, stops_early = _output_tokens(api, body, settings)
     rank, prefill_rank = _ranks(api, body, headers, settings)
     parts = [
@@ -108,14 +120,37 @@ def read_call(api: Api, raw: bytes, headers: Mapping[str, str], settings: Emulat
         top_logprobs=int(body.logprobs or 0),
         hangs=choices > 1 and settings.role == "decode",
         model=body.model or settings.model,
+        id=f"msg_{rids[0]}" if api is Api.MESSAGES else None,
     )
 
 
+def _known(api: Api, body: Body, version: SglangVersion) -> Body:
+    """Return the body without what an endpoint of this version doesn't read.
+
+    Source: 0.5.20 ``openai/protocol.py``, ``ResponsesRequest``; 0.5.22 ``anthropic/protocol.py``,
+    ``AnthropicMessagesRequest``, which never had ``data_parallel_rank`` or an id.
+    """
+    if api is Api.RESPONSES and not version.pairs_responses:
+        return msgspec.structs.replace(body, **_UNREAD, data_parallel_rank=None)
+    if api is Api.MESSAGES:
+        return msgspec.structs.replace(body, **({} if version.pairs_messages else _UNREAD), data_parallel_rank=None)
+    return body
+
+
+def _rid(api: Api, body: Body) -> str | list[str] | None:
+    """Return the id that the client gives: a response has a field of its own for it, a message none."""
+    if api is Api.RESPONSES:
+        return body.request_id or f"resp_{uuid.uuid4().hex}"
+    return None if api is Api.MESSAGES else body.rid
+
+
 def _prompts(api: Api, body: Body) -> tuple[list[str | list[int]], bool]:
-    if api is Api.CHAT:
-        if not body.messages:
+    if api in _CHATS:
+        system = {Api.MESSAGES: body.system, Api.RESPONSES: body.instructions}.get(api)
+        messages = as_messages(body.input if api is Api.RESPONSES else body.messages, system)
+        if not messages:
             raise EngineError(400, "bad_request", "messages must be a list with one message at least")
-        return [render_chat(body.messages, body.tools)], False
+        return [render_chat(messages, body.tools)], False
     source: object = body.prompt
     if api is Api.GENERATE:
         if (body.text is None) == (body.input_ids is None):
@@ -133,6 +168,8 @@ def _prompts(api: Api, body: Body) -> tuple[list[str | list[int]], bool]:
 
 
 def _choices(api: Api, body: Body) -> int:
+    if api in {Api.RESPONSES, Api.MESSAGES}:
+        return 1
     choices = body.n
     if api is Api.GENERATE:
         params = body.sampling_params
@@ -149,6 +186,10 @@ def _output_tokens(api: Api, body: Body, settings: EmulatorSettings) -> tuple[in
         if isinstance(params, list):
             params = params[0] if params else None
         limit = params.max_new_tokens if params else None
+    if api is Api.RESPONSES:
+        limit = body.max_output_tokens
+    if api is Api.MESSAGES and limit is None:
+        raise EngineError(400, "bad_request", "max_tokens is required")
     if limit is not None and limit < 1:
         raise EngineError(400, "bad_request", f"max_new_tokens must be at least 1, got {limit}")
     if settings.role == "prefill":

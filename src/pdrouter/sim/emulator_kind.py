@@ -74,6 +74,22 @@ class Handshake:
         """End connections and tasks."""
 
 
+class PlainFailures:
+    """Failures as most kinds tell them: alike on each endpoint, and by a status as long as no stream has begun."""
+
+    def error_body(self, error: EngineError) -> object:
+        """Return an error as this kind tells it."""
+        raise NotImplementedError
+
+    def error_reply(self, _path: str, error: EngineError) -> tuple[int, object]:
+        """Return status and body of a request that failed as a whole."""
+        return error.status, self.error_body(error)
+
+    def refused_stream(self, _path: str, _raw: bytes, _error: EngineError) -> bytes | None:
+        """Return the stream that tells a refusal inside a 200: none."""
+        return None
+
+
 class EngineKind(Protocol):
     """One kind of engine over one ``LiveEngine``."""
 
@@ -94,8 +110,11 @@ class EngineKind(Protocol):
     def reply(self, call: Call, tickets: Sequence[Ticket]) -> Reply:
         """Make the format of its answer."""
 
-    def error_body(self, error: EngineError) -> object:
-        """Return an error as this kind tells it."""
+    def error_reply(self, path: str, error: EngineError) -> tuple[int, object]:
+        """Return status and body of a request to an endpoint that failed as a whole."""
+
+    def refused_stream(self, path: str, raw: bytes, error: EngineError) -> bytes | None:
+        """Return the stream that tells a refusal inside a 200; None: it is a status."""
 
     def error_event(self, error: EngineError) -> bytes:
         """Return an error in the middle of a stream, and its end."""

@@ -6,7 +6,7 @@ Requests are read as vLLM reads them, without its headers and without legs.
 from collections.abc import Mapping, Sequence
 
 from pdrouter.sim.call import Api, Call
-from pdrouter.sim.emulator_kind import Routes
+from pdrouter.sim.emulator_kind import PlainFailures, Routes
 from pdrouter.sim.emulator_replies import DONE, ChatReply, CompletionReply, OpenAiReply, Reply, event
 from pdrouter.sim.emulator_settings import EngineError
 from pdrouter.sim.faults import FaultRule
@@ -20,7 +20,7 @@ from pdrouter.sim.vllm.requests import read_call
 _APIS: Mapping[str, Api] = {"/v1/chat/completions": Api.CHAT, "/v1/completions": Api.COMPLETION}
 
 
-class OpenAiKind:
+class OpenAiKind(PlainFailures):
     """The endpoints that every engine has."""
 
     paths = _APIS.keys()

@@ -1,4 +1,4 @@
-"""Replies of SGLang's inference endpoints, and what OpenAI's have in common: progress of prompts in, JSON and SSE out.
+"""Replies of inference endpoints, and what OpenAI's have in common: progress of prompts in, JSON and SSE out.
 
 Generated text is plain ASCII words and spaces, so the streamed chunks are put together from ready pieces.
 """
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdrouter.sim.call import Api, Call
+from pdrouter.sim.call import Call
+from pdrouter.sim.emulator_settings import EngineError
 from pdrouter.sim.text import answer_text, token_id, token_text
 from pdrouter.sim.ticket import Ticket
 
@@ -23,7 +24,12 @@ def event(value: object) -> bytes:
 
 
 class Reply:
-    """Format of one endpoint, for one request."""
+    """Format of one endpoint, for one request.
+
+    ``ends_with_failure``: where one prompt of several fails, so does the whole stream.
+    """
+
+    ends_with_failure = True
 
     def __init__(self, call: Call, tickets: Sequence[Ticket], *, has_prompt_logprobs: bool) -> None:
         self._call = call
@@ -43,63 +49,13 @@ class Reply:
         """Return the events that end a stream."""
         return DONE
 
-
-class GenerateReply(Reply):
-    """``/generate``: the text so far in every event, and ``meta_info``."""
-
-    def whole(self) -> bytes:
-        """Return one object, or a list for a batch."""
-        answers = [self._answer(ticket, ticket.tokens) for ticket in self._tickets]
-        return _encode(answers if self._call.is_batch else answers[0])
-
-    def chunk(self, ticket: Ticket, start: int, end: int) -> bytes:  # noqa: ARG002 (text is cumulative)
-        """Return one event with all of the text so far; ``index`` tells which prompt of a batch."""
-        answer = self._answer(ticket, end)
-        if self._call.is_batch:
-            answer["index"] = ticket.index
-        return event(answer)
-
-    def _answer(self, ticket: Ticket, tokens: int) -> dict[str, object]:
-        seed = ticket.seed
-        ids = [token_id(seed, i) for i in range(tokens)]
-        meta: dict[str, object] = {
-            "id": ticket.rid,
-            "finish_reason": _finish_reason(ticket) if tokens == ticket.tokens else None,
-            "prompt_tokens": ticket.job.prompt_tokens,
-            "weight_version": "default",
-            "total_retractions": ticket.job.preemptions,
-            "completion_tokens": tokens,
-            "cached_tokens": ticket.cached_tokens,
-            "dp_rank": ticket.rank,
-            "e2e_latency": time.monotonic() - ticket.created_s,
-        }
-        if self._call.has_logprobs:
-            meta["input_token_logprobs"] = self._prompt_logprobs(ticket)
-            meta["output_token_logprobs"] = [[_logprob(i), i, None] for i in ids]
-        return {"text": answer_text(seed, 0, tokens), "output_ids": ids, "meta_info": meta}
-
-    def _prompt_logprobs(self, ticket: Ticket) -> list[list[object]]:
-        if not self._has_prompt_logprobs:
-            return []
-        start = self._call.logprob_start
-        ids = [token_id(ticket.digest, i) for i in range(start, ticket.job.prompt_tokens)]
-        entries: list[list[object]] = [[_logprob(i), i, None] for i in ids]
-        if entries and start == 0:
-            entries[0][0] = None
-        return entries
-
-
-def _finish_reason(ticket: Ticket) -> dict[str, object] | None:
-    if ticket.finish is None:
+    def failure(self, ticket: Ticket, error: EngineError) -> bytes | None:  # noqa: ARG002 (of engines with a status)
+        """Return what a stream tells of a prompt that failed; None: a status if it has not begun, else an event."""
         return None
-    if ticket.finish == "length":
-        return {"type": "length", "length": ticket.tokens}
-    if ticket.finish == "stop":
-        return {"type": "stop", "matched": token_id(ticket.seed, ticket.tokens)}
-    return {"type": "abort", "message": "Abort by request", "status_code": None, "err_type": None}
 
 
-def _logprob(token: int) -> float:
+def logprob(token: int) -> float:
+    """Return the made-up logprob of a token."""
     return -(token % 97 + 1) / 64
 
 
@@ -239,7 +195,7 @@ class ChatReply(OpenAiReply):
                 {
                     "token": text,
                     "bytes": list(text.encode()),
-                    "logprob": _logprob(token_id(ticket.seed, i)),
+                    "logprob": logprob(token_id(ticket.seed, i)),
                     "top_logprobs": [],
                 }
             )
@@ -281,37 +237,9 @@ class CompletionReply(OpenAiReply):
         indices = range(start, end)
         return {
             "tokens": [token_text(ticket.seed, i) for i in indices],
-            "token_logprobs": [_logprob(token_id(ticket.seed, i)) for i in indices],
+            "token_logprobs": [logprob(token_id(ticket.seed, i)) for i in indices],
             "top_logprobs": [],
             "text_offset": [4 * i for i in indices],
-        }
-
-
-class SglangCompletionReply(CompletionReply):
-    """``/v1/completions`` as SGLang has it: with ``echo`` and ``logprobs`` the prompt's tokens come first.
-
-    A decode engine repeats the text, and doesn't have the logprobs. Source: SGLang 0.5.23, ``serving_completions.py``
-    and ``openai/utils.py`` (offsets are -1); ``scheduler_components/output_streamer.py`` (decode sends no input
-    logprobs); seen on 0.5.23.
-    """
-
-    def _text(self, ticket: Ticket, start: int, end: int) -> str:
-        echo = "" if start else self._call.parts[ticket.index].echo
-        return echo + super()._text(ticket, start, end)
-
-    def _logprobs(self, ticket: Ticket, start: int, end: int) -> dict[str, object]:
-        told: list[tuple[str, float | None]] = []
-        if start == 0 and self._call.echo_logprobs and self._has_prompt_logprobs:
-            seed = ticket.digest
-            told += [(token_text(seed, i), _logprob(token_id(seed, i))) for i in range(ticket.job.prompt_tokens)]
-            told[0] = (told[0][0], None)
-        told += [(token_text(ticket.seed, i), _logprob(token_id(ticket.seed, i))) for i in range(start, end)]
-        has_top = self._call.top_logprobs > 0
-        return {
-            "text_offset": [-1] * len(told),
-            "token_logprobs": [logprob for _, logprob in told],
-            "tokens": [text for text, _ in told],
-            "top_logprobs": [None if value is None else {text: value} for text, value in told] if has_top else [],
         }
 
 
@@ -321,13 +249,3 @@ def chunk_ends(start: int, end: int, interval: int) -> list[int]:
     ends = list(range(first, end, interval))
     ends.append(end)
     return ends
-
-
-def make_reply(call: Call, tickets: Sequence[Ticket], *, has_prompt_logprobs: bool) -> Reply:
-    """Format of the endpoint that was called."""
-    kinds: dict[Api, type[Reply]] = {
-        Api.GENERATE: GenerateReply,
-        Api.CHAT: ChatReply,
-        Api.COMPLETION: SglangCompletionReply,
-    }
-    return kinds[call.api](call, tickets, has_prompt_logprobs=has_prompt_logprobs)

@@ -10,7 +10,7 @@ import msgspec
 from pdrouter.sim.call import Api, Call
 from pdrouter.sim.emulator_api import DEFAULT_BOOTSTRAP_PORT, read_call
 from pdrouter.sim.emulator_kind import Routes
-from pdrouter.sim.emulator_replies import DONE, Reply, event, make_reply
+from pdrouter.sim.emulator_replies import DONE, Reply
 from pdrouter.sim.emulator_settings import EngineError
 from pdrouter.sim.faults import FaultRule
 from pdrouter.sim.http_exchange import Exchange
@@ -18,12 +18,16 @@ from pdrouter.sim.job import Phase
 from pdrouter.sim.live_engine import LiveEngine
 from pdrouter.sim.load_reports import LoadReports
 from pdrouter.sim.load_samples import LoadSamples
+from pdrouter.sim.sglang_failures import MESSAGES, RESPONSES, failed_reply, refused_stream, stream_error
+from pdrouter.sim.sglang_replies import make_reply
 from pdrouter.sim.ticket import Ticket
 
 _APIS: Mapping[str, Api] = {
     "/generate": Api.GENERATE,
     "/v1/chat/completions": Api.CHAT,
     "/v1/completions": Api.COMPLETION,
+    RESPONSES: Api.RESPONSES,
+    MESSAGES: Api.MESSAGES,
 }
 
 
@@ -38,35 +42,33 @@ class _AbortBody(msgspec.Struct, frozen=True):
 class SglangKind:
     """SGLang's endpoints over one engine."""
 
-    paths = _APIS.keys()
     load_paths = frozenset({"/v1/loads", "/get_load"})
 
     def __init__(self, engine: LiveEngine, samples: LoadSamples) -> None:
         self._settings = engine.settings
         self._engine = engine
         self._reports = LoadReports(engine, samples)
+        self.paths = _APIS.keys() if self._settings.sglang.has_messages else _APIS.keys() - {MESSAGES}
 
     def read(self, path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
         """Read and check a request. Raises: ``EngineError``."""
         return read_call(_APIS[path], raw, headers, self._settings)
 
     def reply(self, call: Call, tickets: Sequence[Ticket]) -> Reply:
-        """Make the format of its answer; only a decode side leaves the prompt's logprobs out."""
-        return make_reply(call, tickets, has_prompt_logprobs=self._settings.role != "decode")
+        """Make the format of its answer."""
+        return make_reply(call, tickets, self._settings)
 
-    def error_body(self, error: EngineError) -> dict[str, object]:
-        """Return the error object."""
-        return {
-            "object": "error",
-            "message": error.message,
-            "type": error.kind,
-            "param": None,
-            "code": error.status,
-        }
+    def error_reply(self, path: str, error: EngineError) -> tuple[int, object]:
+        """Return status and body of a request to an endpoint that failed as a whole."""
+        return failed_reply(path, error)
+
+    def refused_stream(self, path: str, raw: bytes, error: EngineError) -> bytes | None:
+        """Return the stream that tells a refusal inside a 200; None: it is a status."""
+        return refused_stream(path, raw, error, self._settings.sglang)
 
     def error_event(self, error: EngineError) -> bytes:
         """Return an error in the middle of a stream, and its end."""
-        return event({"error": self.error_body(error)}) + DONE
+        return stream_error(error) + DONE
 
     def routes(self) -> Routes:
         """Handlers by path and method."""
@@ -151,9 +153,7 @@ class SglangKind:
         except msgspec.MsgspecError as error:
             await exchange.fail(EngineError(400, "bad_request", f"invalid request: {error}"))
             return
-        if body.abort_all:
-            self._engine.abort_matching("", is_all=True)
-        for ticket in self._engine.named(body.rid or ""):
+        for ticket in self._engine.live() if body.abort_all else self._engine.named(body.rid or ""):
             self._end(ticket)
         await exchange.reply(200, b"")
 

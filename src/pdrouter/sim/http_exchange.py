@@ -27,7 +27,7 @@ class Broken(Exception):
 
 
 class Exchange:
-    """One request and its reply. ``transport`` finds the connection of this request, ``error_body`` shapes errors."""
+    """One request and its reply. ``transport`` finds the connection of this request, ``error_reply`` shapes errors."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Exchange:
         receive: "ASGIReceiveCallable",
         send: "ASGISendCallable",
         transport: Callable[[], asyncio.Transport | None],
-        error_body: Callable[[EngineError], object],
+        error_reply: Callable[[str, EngineError], tuple[int, object]],
     ) -> None:
         self.method = scope["method"]
         self.path = scope["path"]
@@ -47,7 +47,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._transport = transport
-        self._error_body = error_body
+        self._error_reply = error_reply
 
     async def read(self) -> bytes:
         """Whole body."""
@@ -77,7 +77,7 @@ class Exchange:
 
     async def fail(self, error: EngineError) -> None:
         """Answer with an error object."""
-        await self.reply_json(error.status, self._error_body(error))
+        await self.reply_json(*self._error_reply(self.path, error))
 
     async def stream(self, chunk: bytes) -> None:
         """Write a piece of an event stream, the head before the first."""

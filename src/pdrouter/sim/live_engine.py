@@ -100,12 +100,16 @@ class LiveEngine:
             self._close(ticket)
             self._pump()
 
-    def abort_matching(self, rid: str, *, is_all: bool) -> int:
-        """Abort the requests whose id begins with ``rid``, or all; returns how many."""
-        found = [t for t in self._tickets.values() if is_all or (rid and t.rid.startswith(rid))]
+    def abort_matching(self, rid: str) -> int:
+        """Abort the requests whose id begins with ``rid``; returns how many."""
+        found = [t for t in self._tickets.values() if rid and t.rid.startswith(rid)]
         for ticket in found:
             self.abort(ticket)
         return len(found)
+
+    def live(self) -> list[Ticket]:
+        """Return all requests that aren't answered yet."""
+        return list(self._tickets.values())
 
     def named(self, rid: str) -> list[Ticket]:
         """Return the request of that id and then all whose ids begin with it; none if there is no request of that id.

@@ -22,6 +22,11 @@ class SglangVersion(msgspec.Struct, frozen=True):
     ``has_loads``, ``has_get_load``: has ``/v1/loads`` (0.5.8), still has ``/get_load`` (up to 0.5.20).
     ``sums_loads``: ``/v1/loads`` has ``dp_rank_count`` and ``aggregate`` (up to 0.5.13). ``unknown_loads``: fields of a
     rank's load that it doesn't tell yet.
+    ``refuses_streams``: OpenAI's endpoints refuse a bad request before a stream begins (0.5.10), and
+    ``streams_errors``: write an error event where a stream fails, before that a chunk with the finish reason abort.
+    ``codes_errors``: the error event of a refused ``/generate`` stream has a code (0.5.13).
+    ``has_messages``: has ``/v1/messages`` (0.5.9).
+    ``pairs_responses``, ``pairs_messages``: these read room and ranks (0.5.20, 0.5.22).
     """
 
     takes_routed: bool
@@ -35,6 +40,12 @@ class SglangVersion(msgspec.Struct, frozen=True):
     has_get_load: bool
     sums_loads: bool
     unknown_loads: frozenset[str]
+    refuses_streams: bool
+    streams_errors: bool
+    codes_errors: bool
+    has_messages: bool
+    pairs_responses: bool
+    pairs_messages: bool
 
     def tells_load(self, name: str) -> bool:
         """Whether ``/v1/loads`` has a field."""
@@ -71,4 +82,10 @@ def sglang_version(text: str) -> SglangVersion:
         has_get_load=not since(21),
         sums_loads=not since(14),
         unknown_loads=frozenset(name for name, minor in _LOADS_SINCE.items() if not since(minor)),
+        refuses_streams=since(10),
+        streams_errors=since(10),
+        codes_errors=since(13),
+        has_messages=since(9),
+        pairs_responses=since(20),
+        pairs_messages=since(22),
     )

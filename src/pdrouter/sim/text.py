@@ -31,6 +31,16 @@ def render_chat(messages: Sequence[Mapping[str, object]], tools: Sequence[object
     return "".join(parts)
 
 
+def as_messages(source: str | list[dict[str, object]] | None, system: object) -> list[dict[str, object]]:
+    """Return the chat that the ``input`` of a response or the messages of a message stand for, after its ``system``.
+
+    None of it: an empty list.
+    """
+    messages = [{"role": "user", "content": source}] if isinstance(source, str) else source
+    head: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
+    return [*head, *messages] if messages else []
+
+
 def _render_content(content: object) -> str:
     if content is None:
         return ""

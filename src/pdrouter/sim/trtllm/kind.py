@@ -6,7 +6,7 @@ Requests: ``requests.py``; replies: ``replies.py``; legs: ``params.py`` and ``ha
 from collections.abc import Mapping, Sequence
 
 from pdrouter.sim.call import Api, Call
-from pdrouter.sim.emulator_kind import Routes
+from pdrouter.sim.emulator_kind import PlainFailures, Routes
 from pdrouter.sim.emulator_replies import DONE, Reply, event
 from pdrouter.sim.emulator_settings import EngineError
 from pdrouter.sim.faults import FaultRule
@@ -23,7 +23,7 @@ _APIS: Mapping[str, Api] = {"/v1/chat/completions": Api.CHAT, "/v1/completions":
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class TrtllmKind:
+class TrtllmKind(PlainFailures):
     """TensorRT-LLM's endpoints over one engine."""
 
     paths = _APIS.keys()

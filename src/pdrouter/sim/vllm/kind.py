@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from pdrouter.sim.call import Api, Call
-from pdrouter.sim.emulator_kind import Routes
+from pdrouter.sim.emulator_kind import PlainFailures, Routes
 from pdrouter.sim.emulator_replies import DONE, Reply, event
 from pdrouter.sim.emulator_settings import EngineError
 from pdrouter.sim.faults import FaultRule
@@ -53,7 +53,7 @@ def make_connector(engine: LiveEngine) -> Connector:
     return _CONNECTORS[name or "nixl"](engine)
 
 
-class VllmKind:
+class VllmKind(PlainFailures):
     """vLLM's endpoints over one engine."""
 
     paths = _APIS.keys()
@@ -132,5 +132,5 @@ class VllmKind:
             await exchange.fail(EngineError(400, "bad_request", str(error)))
             return
         for request_id in body.request_ids:
-            self._engine.abort_matching(request_id, is_all=False)
+            self._engine.abort_matching(request_id)
         await exchange.reply(200, b"")

@@ -10,7 +10,7 @@ import msgspec
 
 from pdrouter.sim.call import Api, Call, Part
 from pdrouter.sim.emulator_settings import EmulatorSettings, EngineError
-from pdrouter.sim.text import Prompt, render_chat
+from pdrouter.sim.text import Prompt, as_messages, render_chat
 from pdrouter.sim.vllm.connector import Connector, LegRequest
 
 _ID_PREFIXES: Mapping[Api, str] = {
@@ -134,14 +134,11 @@ def _check_model(body: Body, settings: EmulatorSettings) -> None:
 def _prompts(api: Api, body: Body) -> Sequence[str | list[int]]:
     if api is Api.COMPLETION:
         return _text_prompts(body.prompt)
-    messages = body.messages
-    if api is Api.RESPONSES:
-        messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    first = body.system if api is Api.MESSAGES else body.instructions if api is Api.RESPONSES else None
+    messages = as_messages(body.input if api is Api.RESPONSES else body.messages, first)
     if not messages:
         raise EngineError(400, "bad_request", "messages must be a list with one message at least")
-    first = body.system if api is Api.MESSAGES else body.instructions if api is Api.RESPONSES else None
-    head: list[dict[str, object]] = [{"role": "system", "content": first}] if first else []
-    return [render_chat([*head, *messages], body.tools)]
+    return [render_chat(messages, body.tools)]
 
 
 def _text_prompts(source: str | list[str | int | list[int]] | None) -> Sequence[str | list[int]]:

@@ -363,7 +363,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "engine reads it.", check=check_header)] = "x-request-priority"
     max_client_priority: Annotated[int, setting("Admission",
         "Highest priority that a client may give itself in the router's queue, by header or body; the lowest is its "
-        "negative. 0: none counts, as a client that asks for more starves others. Engines get the body's as it came.",
+        "negative. 0: none counts, as a client that asks for more starves others. Engines get the body's.",
         unit="priority", low=0, high=999_999_999)] = 0
     tenant_header: Annotated[str, setting("Admission",
         "Header that names whose share of the router a request takes; tenants wait for each other by fair share.",

@@ -81,6 +81,18 @@ def test_a_priority_is_meant_as_the_engines_read_it(
     assert facts.priority == priority
 
 
+def test_the_engine_learns_how_a_priority_is_meant() -> None:
+    """A body's priority is meant as most engines of its model read it; headers are the router's alone."""
+    fleet = [regular(f"a{n}:1", model="a", puts_low_first=n > 0) for n in range(3)]
+    intake = make_intake(fleet, max_priority=0)
+    body = json.dumps({**CHAT, "model": "a", "priority": "5"}).encode()
+    inbound = intake.read(Api.CHAT, [], body, "r")[1]
+    assert (inbound.priority, inbound.is_low_first) == (5, True)
+    plain = json.dumps({**CHAT, "model": "a"}).encode()
+    inbound = intake.read(Api.CHAT, [(b"x-request-priority", b"7")], plain, "r")[1]
+    assert (inbound.priority, inbound.is_low_first) == (0, False)
+
+
 def test_tenants_are_those_that_are_listed() -> None:
     """A new key for each request gives nobody a share of its own, unless the operator vouches for the header."""
     keys = [[(b"authorization", b"Bearer %d" % n)] for n in range(3)]

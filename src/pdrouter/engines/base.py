@@ -37,6 +37,7 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     own id for engines, of a batch perhaps one for each prompt. An opaque body goes to one engine as it is, but for
     its ``fields``.
     ``sample_of`` is how many requests the client's was made into, one for each sample.
+    ``priority`` is the body's, and ``is_low_first`` how the client is taken to mean it.
     ``credentials`` are the header lines with the client's key, apart from ``headers``; an engine that wants a key of
     its own gets that instead, unless ``keeps_credentials``.
     """
@@ -55,6 +56,8 @@ class Inbound(msgspec.Struct, frozen=True, kw_only=True):
     sample_of: int = 1
     credentials: bytes = b""
     keeps_credentials: bool = False
+    priority: int = 0
+    is_low_first: bool = False
 
     @property
     def id_line(self) -> bytes:
@@ -305,6 +308,19 @@ def rest_without(body: bytes, owned: Collection[str]) -> bytes:
         msgspec.json.encode(name.text) + b":" + bytes(raw) for name, raw in fields.items() if name.text not in owned
     )
     return b",".join(kept) + b"}"
+
+
+def with_priority(inbound: Inbound, endpoint: Endpoint, rest: Piece) -> tuple[Piece, bytes]:
+    """Return what is behind a body's opening brace, and the field for an engine that reads priorities the other way.
+
+    Raises: InvalidJson; DuplicateField if a priority that must change stands there twice.
+    """
+    if not inbound.priority or inbound.is_low_first == endpoint.puts_low_first:
+        return rest, b""
+    return rest_without(b"".join((b"{", rest)), _PRIORITY), b'"priority":%d' % -inbound.priority
+
+
+_PRIORITY = frozenset({"priority"})
 
 
 class _Name:

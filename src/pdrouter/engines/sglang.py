@@ -27,6 +27,7 @@ from pdrouter.engines.base import (
     leg_head,
     request_head,
     splice,
+    with_priority,
 )
 from pdrouter.engines.sglang_adapters import with_adapter
 from pdrouter.engines.sglang_ranks import (
@@ -132,6 +133,9 @@ class Sglang:
         """Return one leg; ``prefill`` is where a pair's prompt is read."""
         is_decode = prefill is not None and prefill is not place
         fields, header = rank_fields(self._rank_fields, inbound.path, place, prefill, is_decode=is_decode)
+        rest, priority = with_priority(inbound, place.endpoint, rest)
+        if priority:
+            shared += b"," + priority
         body = splice(rest, (shared + fields)[1:])
         head = leg_head(inbound, place.endpoint, headers + header, len(body[0]) + len(body[1]))
         return Leg(place, head, body)

@@ -23,6 +23,7 @@ from pdrouter.engines.base import (
     Inbound,
     Leg,
     LoadReply,
+    Piece,
     Plan,
     Traits,
     leg_head,
@@ -30,6 +31,7 @@ from pdrouter.engines.base import (
     request_head,
     rest_without,
     splice,
+    with_priority,
 )
 from pdrouter.engines.prometheus import series
 from pdrouter.engines.usage import PromptCount
@@ -248,7 +250,7 @@ def _read_prefill(reply: bytes) -> _PrefillReply:
 
 def _whole_leg(inbound: Inbound, place: Placement, rid: str, fields: bytes) -> Leg:
     """Return the leg that writes the answer."""
-    return _leg(inbound, place, rid, splice(inbound.rest(_OWNED), fields))
+    return _leg(inbound, place, rid, inbound.rest(_OWNED), fields)
 
 
 def _one_token_leg(inbound: Inbound, place: Placement, rid: str, fields: bytes) -> Leg:
@@ -260,11 +262,15 @@ def _one_token_leg(inbound: Inbound, place: Placement, rid: str, fields: bytes) 
         limits = _ONE_TOKEN + b"".join(field for name, field in _ONE_TOKEN_TOO if name in body)
     is_named = place.endpoint.kv_transport == Connector.P2P_NCCL
     rest = rest_without(body, _PREFILL_OWNED if is_named else _PREFILL_OWNED | _COPIES)
-    return _leg(inbound, place, rid, splice(rest, limits + b"," + fields if fields else limits))
+    return _leg(inbound, place, rid, rest, limits + b"," + fields if fields else limits)
 
 
-def _leg(inbound: Inbound, place: Placement, rid: str, body: tuple[bytes | memoryview, ...]) -> Leg:
+def _leg(inbound: Inbound, place: Placement, rid: str, rest: Piece, fields: bytes) -> Leg:
     endpoint = place.endpoint
+    rest, priority = with_priority(inbound, endpoint, rest)
+    if priority:
+        fields = fields + b"," + priority if fields else priority
+    body = splice(rest, fields)
     headers = b"%bx-request-id: %b\r\n" % (inbound.headers, rid.encode("latin-1", "replace"))
     if place.rank is not None and (endpoint.dp_size > 1 or endpoint.rank_base):
         headers += rank_line(endpoint.rank_base + place.rank)

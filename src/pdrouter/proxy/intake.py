@@ -148,6 +148,7 @@ class Intake:
         fields = _set_fields(told)
         ranks = self._ranks(told, header_rank) if fields else (header_rank, header_rank)
         facts = self._facts(reading, told, prompt, request_id, ranks, keys)
+        priority = 0 if told.priority is None else integer("priority", told.priority) or 0
         return facts, Inbound(
             path=reading.api,
             body=reading.body,
@@ -161,7 +162,14 @@ class Intake:
             wants_prompt_logprobs=told.wants_prompt_logprobs(),
             credentials=credentials,
             keeps_credentials=self._options.keeps_credentials,
+            priority=priority,
+            is_low_first=bool(priority) and self._reads_low_first(facts.model, facts.adapter),
         )
+
+    def _reads_low_first(self, model: str | None, adapter: str | None) -> bool:
+        """Whether a body's priority is meant so: as most engines of its model read it."""
+        fleet = self._router.fleet
+        return fleet.puts_low_first(fleet.names.base(model, adapter))
 
     def _place_whole(
         self, reading: Reading, headers: Iterable[tuple[bytes, bytes]], request_id: str

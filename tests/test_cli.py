@@ -262,7 +262,7 @@ def test_emulate_help_describes_each_flag(capsys: Output, monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", "1000")
     assert main(["emulate", "--help"]) == 0
     flags = [text for text in capsys.readouterr().out.split("\n  --")[1:] if ". (" in text and "default" in text]
-    assert len(flags) == 25
+    assert len(flags) == 27
 
 
 class Options(Struct, kw_only=True):

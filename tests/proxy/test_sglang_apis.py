@@ -110,3 +110,10 @@ async def test_a_client_that_leaves(path: str) -> None:
             await call.head()
             await until(lambda: lab.decodes[0].snapshot().requests == 1)
         await lab.settled(3.0)
+
+
+async def test_a_router_waits_for_engines_that_start() -> None:
+    """No request goes to an engine that isn't ready."""
+    async with make_lab(engine={"start_s": 20.0, "speed": 100.0}) as lab:
+        assert all(emulator.engine.now_s() >= 20.0 for emulator in lab.emulators)
+        assert (await lab.post(GENERATE, BODIES[GENERATE])).status == 200

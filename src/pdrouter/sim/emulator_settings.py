@@ -28,7 +28,9 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     SGLang: ``dp_attention``: its ranks share one tensor-parallel group, else they are replicas. ``load_balance_method``
     of its ranks; auto is follow_bootstrap_room for a prefill, else round_robin. ``load_api`` auto: as its version has
-    it. ``takes_overrides``: what ``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` switches on.
+    it. ``prefill_patience_s`` (engine): how long a decode waits for a prefill engine that is gone. ``start_s``
+    (engine): how long ``/health`` says that it isn't ready yet. ``takes_overrides``: what
+    ``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` switches on.
 
     vLLM: ``kv_connector`` None is nixl for prefill and decode, and none for regular engines. ``dp_start_rank``: the
     first of its ranks, which are numbered over all servers of a deployment. ``kv_hold_timeout_s`` (engine): how long
@@ -60,6 +62,8 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: bool = False
     load_balance_method: Literal["auto", "round_robin", "follow_bootstrap_room"] = "auto"
     takes_overrides: bool = False
+    prefill_patience_s: float = 14.0
+    start_s: float = 0.0
     kv_connector: Literal["nixl", "mooncake", "p2p_nccl", "shared_storage"] | None = None
     dp_start_rank: int = 0
     kv_hold_timeout_s: float = 480.0

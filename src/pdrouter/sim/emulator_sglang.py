@@ -88,7 +88,8 @@ class SglangKind:
         return table
 
     async def _healthy(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
-        await exchange.reply(200, b"")
+        # Source: 0.5.6 to 0.5.23, ``http_server.py``, ``health_generate``: 503 until the warm-up is over.
+        await exchange.reply(200 if self._engine.now_s() >= self._settings.start_s else 503, b"")
 
     async def _server_info(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
         settings, engine = self._settings, self._engine

@@ -3,12 +3,13 @@
 The decode side opens one TCP connection to a prefill's bootstrap port and keeps it; messages are JSON lines.
 Decode: ``want`` (room, prefill rank or null for room mod dp_size, digest of the prompt), ``done``, ``drop``.
 Prefill: ``ready`` (KV may move), ``fail`` (it never will).
-A prefill that goes away sends nothing: the decode side waits on, as engines do.
+A request that ends on the prefill side sends nothing: the decode side waits on, as engines do. When the whole prefill
+is gone, it gives up after a while.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
@@ -16,6 +17,9 @@ import msgspec
 from pdrouter.sim.emulator_settings import EngineError
 
 _ROOMS_REMEMBERED = 1 << 17
+_TRIES = 15
+"""How often a decode side tries to reach a prefill. Source: seen on SGLang 0.5.23."""
+
 _MAX_LINE_BYTES = 1 << 16
 
 
@@ -282,14 +286,20 @@ def _room_number(leg: PrefillLeg) -> int:
 
 
 class DecodeLinks:
-    """Decode side: one kept connection per prefill bootstrap address, shared by all rooms."""
+    """Decode side: one kept connection per prefill bootstrap address, shared by all rooms.
+
+    ``patience_s``: real seconds until it gives up on an address where nobody listens, or listens any more. Source:
+    SGLang 0.5.6 to 0.5.23, ``disaggregation/common/conn.py`` (tries of a handshake, heartbeats).
+    """
 
     def __init__(
         self,
+        patience_s: float,
         *,
         on_ready: Callable[[KvMessage], None],
         on_failed: Callable[[int, EngineError], None],
     ) -> None:
+        self._patience_s = patience_s
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._links: dict[tuple[str, int], KvConnection] = {}
@@ -302,9 +312,7 @@ class DecodeLinks:
         if address not in self._links:
             link = KvConnection(self._on_message, self._lost)
             self._links[address] = link
-            task = asyncio.get_running_loop().create_task(self._connect(address, link))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._connect(address, link))
 
     def send(self, message: KvMessage) -> None:
         """Send to the prefill of the message's room; without a connection the message is lost."""
@@ -326,15 +334,47 @@ class DecodeLinks:
         for link in list(self._links.values()):
             link.close()
 
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _connect(self, address: tuple[str, int], link: KvConnection) -> None:
         host, port = address
+        for left in reversed(range(_TRIES)):
+            try:
+                await asyncio.get_running_loop().create_connection(lambda: link, host.strip("[]"), port)
+            except (OSError, OverflowError) as error:
+                if left:
+                    await asyncio.sleep(self._patience_s / _TRIES)
+                    continue
+                self._links.pop(address, None)
+                text = f"can't reach the prefill bootstrap server at {host}:{port}: {error}"
+                self._fail(
+                    self._rooms_at(address),
+                    EngineError(500, "bootstrap_unreachable", f"Decode handshake failed: {text}"),
+                )
+            return
+
+    def _rooms_at(self, address: tuple[str, int]) -> list[int]:
+        return [room for room, target in self._rooms.items() if target == address]
+
+    def _fail(self, rooms: list[int], error: EngineError) -> None:
+        for room in rooms:
+            if room in self._rooms:
+                self._on_failed(room, error)
+
+    async def _outlive(self, address: tuple[str, int], rooms: list[int]) -> None:
+        """Fail what waits for a prefill that is gone, unless another listens there by then."""
+        await asyncio.sleep(self._patience_s)
+        host, port = address
         try:
-            await asyncio.get_running_loop().create_connection(lambda: link, host.strip("[]"), port)
-        except (OSError, OverflowError) as error:
-            self._links.pop(address, None)
-            text = f"can't reach the prefill bootstrap server at {host}:{port}: {error}"
-            for room in [room for room, target in self._rooms.items() if target == address]:
-                self._on_failed(room, EngineError(500, "bootstrap_unreachable", text))
+            transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, host.strip("[]"), port)
+        except (OSError, OverflowError):
+            text = f"Lost connection with prefill instance (bootstrap_addr: {host}:{port})"
+            self._fail(rooms, EngineError(500, "prefill_lost", f"Decode transfer failed: {text}"))
+        else:
+            transport.close()
 
     def _on_message(self, _link: KvConnection, message: KvMessage) -> None:
         if message.op == "ready":
@@ -346,3 +386,5 @@ class DecodeLinks:
     def _lost(self, link: KvConnection) -> None:
         for address in [address for address, other in self._links.items() if other is link]:
             del self._links[address]
+            if rooms := self._rooms_at(address):
+                self._start(self._outlive(address, rooms))

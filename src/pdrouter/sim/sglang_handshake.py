@@ -19,7 +19,11 @@ class SglangHandshake(Handshake):
         self._prefills: PrefillRooms[Ticket] = PrefillRooms(
             engine.settings.dp_size, self._asked_rank, on_met=self._met, on_done=engine.finish, on_failed=self._refused
         )
-        self._links = DecodeLinks(on_ready=self._ready, on_failed=self._link_failed)
+        self._links = DecodeLinks(
+            engine.settings.prefill_patience_s / engine.settings.speed,
+            on_ready=self._ready,
+            on_failed=self._link_failed,
+        )
         self._book = RoomBook()
         self._decodes: dict[int, Ticket] = {}
 

@@ -182,8 +182,7 @@ class Flight:
             plan = self._plan = forward(decision, inbound)
         else:
             plan = self._plan = self._engine.plan(decision, inbound, owner.ids.attempt(inbound.batch or 1))
-        leg = plan.prefill
-        if leg is not None:
+        if (leg := plan.prefill) is not None:
             self._prefill = PrefillLeg(
                 leg.placement,
                 owner.pools.get(leg.placement.endpoint).start(leg.head, *leg.body),
@@ -216,11 +215,12 @@ class Flight:
             self.end_prefill()
             return
         prefill, decode = self._decision.prefill or self._decision.decode, self._decision.decode
-        if error is not None:
+        if error is not None and self._answer.has_begun:
+            self._observer.note(f"the prefill leg failed when decode had the KV: {error.message}")
+        elif error is not None:
             self._fail(error, prefill)
             return
-        error = attempt(self._prefilled)
-        if error is not None:
+        if (error := attempt(self._prefilled)) is not None:
             self._fail(error, prefill if isinstance(error, UpstreamProtocol) else decode)
 
     def client_drained(self) -> None:

@@ -115,3 +115,16 @@ def test_an_endpoint_that_has_not_told_its_version() -> None:
     assert why_never(fleet, "m", asked()) is None
     fleet.set_ready("p", None)
     assert "p is sglang of an unknown version; d is sglang 0.5.18" in (why_never(fleet, "m", asked()) or "")
+
+
+def test_counting_needs_an_engine_that_has_it() -> None:
+    """One in the fleet is enough, whatever its role and whether it is ready; the others are named."""
+    lacking = [prefill("p", **PAIR), decode("d", **PAIR)]
+    why = why_never(fleet_of(*lacking), "m", asked(Task.COUNT))
+    assert why == (
+        "the fleet can't count the tokens of messages: no engine has it (p is sglang 0.5.18; d is sglang 0.5.18)"
+    )
+    for able in (prefill("q", counts_messages=True, **PAIR), regular("w", counts_messages=True, **PAIR)):
+        fleet = fleet_of(*lacking, able)
+        fleet.set_ready(able.address, "3 health checks failed in a row")
+        assert why_never(fleet, "m", asked(Task.COUNT)) is None

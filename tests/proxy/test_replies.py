@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdrouter import errors
 from pdrouter.errors import RouterError
 from pdrouter.proxy.bodies import Api
-from pdrouter.proxy.replies import error_body, error_event, error_headers, passed_on
+from pdrouter.proxy.replies import ANTHROPIC, error_body, error_event, error_headers, passed_on
 from tests.lab import CHAT, Script, ScriptedEngine, always, chat, fault, make_lab, route_to
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RouterError)]
@@ -147,7 +147,7 @@ async def test_an_error_before_the_answer_is_told_in_its_own_form() -> None:
         for path in Api:
             reply = await lab.post(path, {})
             kind = reply.json().get("type")
-            assert (reply.status >= 400, kind) == (True, "error" if path is Api.MESSAGES else None)
+            assert (reply.status >= 400, kind) == (True, "error" if path in ANTHROPIC else None)
 
 
 SECRET = "my password is swordfish"

@@ -19,7 +19,7 @@ from pdrouter.core.policies.base import Policy, PolicyOptions, Question
 from pdrouter.core.policies.least_work import AVOIDED_S, LeastWork, Offer, PairOffer
 from pdrouter.core.policies.pairs import PairPick, grouped
 from pdrouter.core.reasons import why_no_rank
-from pdrouter.core.request import PAIRED
+from pdrouter.core.request import PAIRED, Task
 from pdrouter.errors import InvalidRank, NoReadyPair
 
 _COST_S = attrgetter("cost_s")
@@ -98,7 +98,8 @@ class Chooser:
         Raises: InvalidRank; NoReadyPair if the client's own rank is out.
         """
         facts = question.facts
-        is_free = facts.prefill_rank is None and facts.decode_rank is None
+        # The search looks at all endpoints; not all can count.
+        is_free = facts.prefill_rank is None and facts.decode_rank is None and facts.task is not Task.COUNT
         offers = self._offers(question, model, ways) if is_free else ()
         choice = _offered(question, offers) if offers else self._by_policies(question, model, ways)
         decode = choice.decode.load.endpoint
@@ -173,7 +174,7 @@ class Chooser:
         """Return one endpoint of the question's role that does it all."""
         facts, cached, role = question.facts, question.cached_tokens, question.role
         rank_wanted = facts.decode_rank if facts.decode_rank is not None else facts.prefill_rank
-        workers = self._with_rank(self._fleet.alone(role, model), rank_wanted, role)
+        workers = self._with_rank(self._fleet.able(role, model, facts.task), rank_wanted, role)
         workers = _allowed(question, workers, rank_wanted)
         worker, why = self._endpoint(question, workers)
         if facts.task in PAIRED and any(e.role is not Role.REGULAR for e in self._fleet):

@@ -52,7 +52,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     prompts, ``pairs_copies`` for several answers to one, ``reads_prompts`` that a decode endpoint can do the whole task
     alone, ``takes_ranks`` that a request runs on the rank that it names, ``reports_lag`` that its load reports may show
     work later than they say, ``tells_transfer`` that a decode endpoint counts as cached what came from a prefill,
-    ``puts_low_first`` that of two ``priority`` fields the lower goes first.
+    ``counts_messages`` that it may tell the number of tokens in messages, ``puts_low_first`` that of two ``priority``
+    fields the lower goes first.
     """
 
     address: str
@@ -84,6 +85,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     takes_ranks: bool = True
     reports_lag: bool = False
     tells_transfer: bool = False
+    counts_messages: bool = False
     puts_low_first: bool = False
 
     def __post_init__(self) -> None:
@@ -225,6 +227,11 @@ class Fleet:
             pool = self._alone[role, model] = tuple(e for e in every if e.role is role and self._may_serve(e, model))
         return pool
 
+    def able(self, role: Role, model: str | None, task: Task) -> tuple[Endpoint, ...]:
+        """Return those of ``alone`` whose engines have a task that needs one endpoint."""
+        pool = self.alone(role, model)
+        return pool if task is not Task.COUNT else tuple(e for e in pool if e.counts_messages)
+
     def ways(self, model: str | None, facts: RequestFacts) -> tuple[Way, ...]:
         """Return the ways in which a request may be served now, the preferred first where their times aren't known."""
         key = (model, facts.task, facts.is_list, facts.copies == 1, facts.is_whole)
@@ -308,8 +315,8 @@ class Fleet:
 
     def _find_ways(self, model: str | None, facts: RequestFacts) -> Iterator[Way]:
         task = facts.task
-        is_ready = {role: bool(self.alone(role, model)) for role in Role}
-        if task in (Task.READ, Task.OTHER):
+        is_ready = {role: bool(self.able(role, model, task)) for role in Role}
+        if task in (Task.READ, Task.COUNT, Task.OTHER):
             order = (Way.REGULAR, Way.PREFILL) if task is Task.READ else (Way.REGULAR, Way.PREFILL, Way.DECODE)
             yield from (way for way in order if is_ready[ROLE_OF[way]])
             return

@@ -47,8 +47,11 @@ def why_never(fleet: Fleet, model: str | None, facts: RequestFacts) -> str | Non
     plain = msgspec.structs.replace(facts, task=Task.GENERATE, is_list=False)
     if not is_told or _might(known, facts) or not _might(known, plain):
         return None
-    able = [e for e in known if e.role is not Role.REGULAR and not e.parts(facts)]
-    causes = [f"{e.address} is {e.engine} {e.version or 'of an unknown version'}" for e in able]
+    is_count = facts.task is Task.COUNT
+    unable = known if is_count else [e for e in known if e.role is not Role.REGULAR and not e.parts(facts)]
+    causes = [f"{e.address} is {e.engine} {e.version or 'of an unknown version'}" for e in unable]
+    if is_count:
+        return f"the fleet can't count the tokens of messages: no engine has it ({_named(causes)})"
     what = f"{facts.task} requests" + (" for a list of prompts" if facts.is_list else "")
     return f"the fleet can't serve {what}: no regular endpoint, and no pair that can ({_named(causes)})"
 
@@ -58,6 +61,8 @@ def _might(known: Sequence[Endpoint], facts: RequestFacts) -> bool:
     roles = {endpoint.role for endpoint in known}
     if facts.task is Task.OTHER:
         return bool(roles)
+    if facts.task is Task.COUNT:
+        return any(endpoint.counts_messages for endpoint in known)
     if facts.task is Task.READ:
         return bool(roles & {Role.REGULAR, Role.PREFILL})
     if Role.REGULAR in roles or any(e.role is Role.DECODE and e.reads_prompts for e in known):

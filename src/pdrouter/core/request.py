@@ -14,13 +14,15 @@ class Task(StrEnum):
     """What is asked of an engine.
 
     The first three read a prompt and write an answer, which a pair may share (``Endpoint.pair_tasks``); ``read`` only
-    reads (embeddings, scores); ``other`` is for any endpoint (tokenizing, audio, images).
+    reads (embeddings, scores); ``count`` asks for the number of tokens in messages, which not every engine can tell;
+    ``other`` is for any endpoint (tokenizing, audio, images).
     """
 
     GENERATE = "generate"
     RESPONSES = "responses"
     MESSAGES = "messages"
     READ = "read"
+    COUNT = "count"
     OTHER = "other"
 
 

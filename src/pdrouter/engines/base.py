@@ -180,6 +180,7 @@ class Traits(msgspec.Struct, frozen=True):
     takes_ranks: bool = True
     reports_lag: bool = False
     tells_transfer: bool = False
+    counts_messages: bool = False
     puts_low_first: bool = False
 
 

@@ -20,8 +20,8 @@ class OpenAi:
     load_paths: Sequence[str] = ()
 
     def traits(self, _endpoint: Endpoint) -> Traits:
-        """Return that it does everything alone."""
-        return Traits(frozenset(), pairs_lists=False, pairs_copies=False, reads_prompts=True)
+        """Return that it does everything alone; what it lacks it says itself."""
+        return Traits(frozenset(), pairs_lists=False, pairs_copies=False, reads_prompts=True, counts_messages=True)
 
     def plan(self, decision: Decision, inbound: Inbound, _attempt: Attempt) -> Plan:
         """Return the one leg."""

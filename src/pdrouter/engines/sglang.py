@@ -53,6 +53,9 @@ _PAIRED_SINCE: Mapping[Task, tuple[int, ...]] = {
 }
 """The first version that does a task in two legs; one that isn't told is older."""
 
+_COUNTS_SINCE = (0, 5, 9)
+"""The first version with ``/v1/messages/count_tokens``; one that isn't told is asked. Source: ``http_server.py``."""
+
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -100,6 +103,7 @@ class Sglang:
             pairs_copies=False,
             reads_prompts=False,
             takes_ranks=not is_old,
+            counts_messages=not numbers or numbers >= _COUNTS_SINCE,
             puts_low_first=endpoint.puts_low_first,
         )
 

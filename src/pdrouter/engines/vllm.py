@@ -114,6 +114,7 @@ class Vllm:
         list are answered from the first one's, in silence; gauges are written when a step ends, so that a prompt which
         takes one long step never shows; the decode side tells the prefill's cached tokens as its own. A Mooncake
         transfer is one answer's. P2P NCCL names each answer's KV, and refuses a request without such a name.
+        ``/v1/messages/count_tokens``: ``anthropic/api_router.py``; an older one without it says so itself.
         ``priority``: ``openai/engine/protocol.py``, "lower means earlier handling".
         """
         kv_transport = endpoint.kv_transport
@@ -125,6 +126,7 @@ class Vllm:
             reads_prompts=kv_transport != Connector.P2P_NCCL,
             reports_lag=True,
             tells_transfer=kv_transport != Connector.NIXL,
+            counts_messages=True,
             puts_low_first=True,
         )
 

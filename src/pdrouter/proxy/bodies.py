@@ -38,6 +38,7 @@ class Api(StrEnum):
     GENERATE = "/generate"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
     EMBEDDINGS = "/v1/embeddings"
     RERANK_V1 = "/v1/rerank"
     RERANK = "/rerank"
@@ -64,6 +65,7 @@ TASKS: Mapping[Api, Task] = {
     Api.RERANK: Task.READ,
     Api.SCORE: Task.READ,
     Api.CLASSIFY: Task.READ,
+    Api.COUNT_TOKENS: Task.COUNT,
 }
 """What a path asks for; of those that aren't here any engine may serve one leg, whose body is passed on as it is."""
 

@@ -60,6 +60,9 @@ _ID_PREFIXES: Mapping[Api, str] = {
     Api.RESPONSES: "resp-",
     Api.MESSAGES: "msg-",
 }
+_WITHOUT_OUTPUT = frozenset((Api.COUNT_TOKENS, Api.TOKENIZE, Api.DETOKENIZE))
+"""What generates nothing: no answer's tokens are booked."""
+
 _OTHER_PREFIX = "req-"
 _OTHER = Task.OTHER
 
@@ -189,6 +192,7 @@ class Intake:
             model=model,
             adapter=adapter,
             decode_rank=rank,
+            max_output_tokens=1 if reading.api in _WITHOUT_OUTPUT else None,
             routing_key=_first_hash(keys, (_ROUTING_KEY,)) if keys else None,
             client_key=_first_hash(keys, _CLIENT_KEYS) if keys else None,
         )

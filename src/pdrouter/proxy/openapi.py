@@ -46,6 +46,7 @@ from pdrouter.proxy import pages
 from pdrouter.proxy.bodies import TASKS, Api, body_type
 from pdrouter.proxy.fleet_api import WORKER_NOT_FOUND, code_of
 from pdrouter.proxy.pages import AnthropicError, ErrorReply, Refusal
+from pdrouter.proxy.replies import ANTHROPIC
 
 Part = dict[str, object]
 """A piece of the document."""
@@ -223,7 +224,7 @@ def _fleet() -> Part:
 
 def _inference(api: Api) -> Part:
     """Return the operation of an inference path, where an engine may answer anything."""
-    shape = AnthropicError if api is Api.MESSAGES else ErrorReply
+    shape = AnthropicError if api in ANTHROPIC else ErrorReply
     engines = {"description": "The engine's own answer.", "content": {"*/*": {}}}
     failed = {str(kind.status): _shared(shape.__name__ + str(kind.status)) for kind in _inference_errors()}
     form = "multipart/form-data" if api in _FORMS else "application/json"

@@ -35,6 +35,9 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 """Source: Anthropic's API reference, errors; all others are ``invalid_request_error`` below 500, else ``api_error``."""
 
 _SEQUENCE_NUMBER = b'"sequence_number"'
+ANTHROPIC = frozenset((Api.MESSAGES, Api.COUNT_TOKENS))
+"""The paths of Anthropic's API, whose errors have its shape."""
+
 _NAMED_EVENTS = frozenset((Api.MESSAGES, Api.RESPONSES))
 
 _SERVER_ERROR = 500
@@ -43,9 +46,9 @@ _RETRY_AFTER_S = b"1"
 
 
 def error_body(error: RouterError, path: str = "") -> bytes:
-    """Return the body of an error: in Anthropic's shape on its own path, else in OpenAI's."""
+    """Return the body of an error: in Anthropic's shape on its own paths, else in OpenAI's."""
     message = _message(error)
-    if path == Api.MESSAGES:
+    if path in ANTHROPIC:
         other = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
         failure = AnthropicFailure(_ANTHROPIC_TYPES.get(error.status, other), message, error.code)
         return msgspec.json.encode(AnthropicError("error", failure))

@@ -20,6 +20,7 @@ from pdrouter.sim.load_reports import LoadReports
 from pdrouter.sim.load_samples import LoadSamples
 from pdrouter.sim.sglang_failures import MESSAGES, RESPONSES, failed_reply, refused_stream, stream_error
 from pdrouter.sim.sglang_replies import make_reply
+from pdrouter.sim.text import Prompt, render_chat
 from pdrouter.sim.ticket import Ticket
 
 _APIS: Mapping[str, Api] = {
@@ -37,6 +38,10 @@ _WAITING_PHASES = frozenset({Phase.BOOTSTRAP, Phase.INFLIGHT, Phase.PREALLOC, Ph
 class _AbortBody(msgspec.Struct, frozen=True):
     rid: str | None = None
     abort_all: bool = False
+
+
+class _CountBody(msgspec.Struct, frozen=True):
+    messages: list[dict[str, object]]
 
 
 class SglangKind:
@@ -83,6 +88,8 @@ class SglangKind:
         table |= {path: {"GET": loads[path]} for path in self._settings.load_paths}
         table["/v1/models"] = {"GET": self._models}
         table["/metrics"] = {"GET": self._metrics}
+        if self._settings.sglang.has_messages:
+            table[f"{MESSAGES}/count_tokens"] = {"POST": self._count_tokens}
         table["/abort_request"] = {"POST": self._abort}
         table["/flush_cache"] = {"POST": self._flush, "GET": self._flush}
         return table
@@ -137,6 +144,16 @@ class SglangKind:
         name = self._settings.model
         card = {"id": name, "object": "model", "created": 0, "owned_by": "sglang", "root": name}
         await exchange.reply_json(200, {"object": "list", "data": [card]})
+
+    async def _count_tokens(self, exchange: Exchange, _rules: list[FaultRule]) -> None:
+        """Source: ``entrypoints/anthropic/serving.py``, ``handle_count_tokens``, since 0.5.9."""
+        try:
+            body = msgspec.json.decode(await exchange.read(), type=_CountBody)
+        except msgspec.MsgspecError as error:
+            await exchange.fail(EngineError(400, "bad_request", f"invalid request: {error}"))
+            return
+        prompt = Prompt(render_chat(body.messages), self._settings.bytes_per_token)
+        await exchange.reply_json(200, {"input_tokens": prompt.tokens})
 
     async def _loads(self, exchange: Exchange, rules: list[FaultRule]) -> None:
         include = {part for value in exchange.query.get("include", []) for part in value.split(",")}

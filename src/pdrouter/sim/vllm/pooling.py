@@ -51,6 +51,7 @@ class Pooling:
             "/v1/classify": self._classify,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            "/v1/messages/count_tokens": self._count_tokens,
         }
         return {path: {"POST": self._handler(answer)} for path, answer in answers.items()}
 
@@ -120,6 +121,12 @@ class Pooling:
         raw, size = text.encode(), self._settings.bytes_per_token
         tokens = [int.from_bytes(raw[i : i + size]) for i in range(0, len(raw), size)]
         return {"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens, "token_strs": None}
+
+    def _count_tokens(self, body: _Body) -> dict[str, object]:
+        """Source: vLLM 0.32, ``entrypoints/anthropic/protocol.py``, ``AnthropicCountTokensResponse``."""
+        if not body.messages:
+            raise EngineError(400, "bad_request", "messages must be a list of messages")
+        return {"input_tokens": self._prompt(render_chat(body.messages)).tokens}
 
     def _detokenize(self, body: _Body) -> dict[str, object]:
         if body.tokens is None:

@@ -77,7 +77,7 @@ def vllm(venv: Path, folder: Path, name: str, kv_role: str | None, ranks: int = 
     Each of several data-parallel ``ranks`` has the side channel's port plus its number.
     """
     port = free_port()
-    command = ["nice", "-n", "10", str(venv / "bin" / "vllm"), "serve", str(venv / MODEL)]
+    command = ["nice", "-n", "5", str(venv / "bin" / "vllm"), "serve", str(venv / MODEL)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
     command += ["--enable-request-id-headers", "--enable-prompt-tokens-details", "--enable-server-load-tracking"]
@@ -97,6 +97,7 @@ def vllm(venv: Path, folder: Path, name: str, kv_role: str | None, ranks: int = 
 def router(folder: Path, name: str, flags: Sequence[str], ready_s: float = ROUTER_START_S) -> Iterator[Server]:
     """Run pdrouter, ready within ``ready_s``, on a port that the kernel chose."""
     log = folder / f"{name}.log"
+    log.unlink(missing_ok=True)  # an earlier run's tells of another port
     command = [sys.executable, "-m", "pdrouter", "serve", "--host", "127.0.0.1", "--port", "0", *flags]
     with running(command, log, {"PYTHONUNBUFFERED": "1"}) as process:
         server = Server(name, "", process, log)

@@ -38,7 +38,7 @@ async def check_ranks(pair: Pair) -> None:
         await pair.hold(f"the client's ranks {ranks[0]} and {ranks[1]}", lambda r=ranks: _named(pair, r))  # type: ignore[misc]
     await pair.hold(f"{AT_ONCE} at once", lambda: _at_once(pair))
     await pair.hold(f"{AT_ONCE} are spread over the ranks", lambda: _spread(pair))
-    await pair.hold("the router chooses each pair of ranks", lambda: _all_chosen(pair))
+    await pair.hold("the router chooses each pair of ranks", lambda: all_are_chosen(pair))
     await pair.hold("no room disagrees with its rank", lambda: _no_conflict(pair))
 
 
@@ -100,7 +100,7 @@ async def _spread(pair: Pair) -> Found:
     return agree and min(*shares[0], *shares[1]) >= AT_ONCE // RANKS // 2, seen
 
 
-async def _all_chosen(pair: Pair) -> Found:
+async def all_are_chosen(pair: Pair) -> Found:
     """Of answers of different lengths that overlap, each pair of ranks gets some."""
     reached = Counter[tuple[int, int]]()
     bursts = 0

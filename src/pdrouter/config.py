@@ -313,6 +313,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefix_index_bytes: Annotated[int, setting("Prefix",
         "Most memory that the prefix index takes, all ranks together; what was used longest ago goes first.",
         unit="bytes", low=1_048_576, high=2**40)] = 268_435_456
+    cache_salt: Annotated[Literal["client", "tenant"], setting("Prefix",
+        "Who separates KV caches, here and in engines: `client`, by the field `cache_salt` if it likes, or `tenant`: "
+        "the router writes that field, a hash of what `tenant_header` says; no tenant can time what others wrote.",
+        )] = "client"
 
     health_check_interval_secs: Annotated[float, setting("Health",
         "Time between two probes of an endpoint (sglang-router: 60).",

@@ -251,6 +251,7 @@ def intake_options(settings: Settings) -> IntakeOptions:
         max_priority=settings.max_client_priority,
         takes_any_tenant=settings.tenants == "all",
         keeps_credentials=settings.forward_client_key,
+        salts_tenants=settings.cache_salt == "tenant",
     )
 
 

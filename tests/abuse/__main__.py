@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tests.abuse import clients, engines, operator  # noqa: F401 - they fill CASES
+from tests.abuse import clients, engines, operator, tenants  # noqa: F401 - they fill CASES
 from tests.abuse.case import CASES, Case
 from tests.abuse.soak import soak
 from tests.abuse.stage import Failed, Stage, Watch, open_stage

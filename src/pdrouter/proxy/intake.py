@@ -26,6 +26,7 @@ from pdrouter.proxy.credentials import API_KEY, AUTHORIZATION, identity, repeate
 from pdrouter.proxy.offload import Done, Offload
 from pdrouter.proxy.prompts import Prompt, adapter_of, cache_key
 from pdrouter.proxy.reading import Reading, ReadingOptions, read_body, takes_long
+from pdrouter.proxy.salts import salted
 from pdrouter.proxy.scalars import boolean, integer
 
 __all__ = ["Api", "Intake", "IntakeOptions"]
@@ -88,6 +89,7 @@ class IntakeOptions(Struct, frozen=True):
     max_priority: int
     takes_any_tenant: bool
     keeps_credentials: bool
+    salts_tenants: bool
 
 
 class Intake:
@@ -143,19 +145,22 @@ class Intake:
 
         Raises: InvalidRequest.
         """
-        told, prompt = reading.told, reading.prompt
+        told, prompt, body = reading.told, reading.prompt, reading.body
         if isinstance(told, Whole) or prompt is None:
             return self._place_whole(reading, headers, request_id)
         keys: dict[bytes, bytes] = {}
         lines, credentials, header_rank = self._read_headers(headers, keys)
+        if self._options.salts_tenants:
+            tenant = identity(keys, self._options.tenant_header)
+            body, told = salted(reading.api, body, told, tenant)
         fields = _set_fields(told)
         ranks = self._ranks(told, header_rank) if fields else (header_rank, header_rank)
         facts = self._facts(reading, told, prompt, request_id, ranks, keys)
         priority = 0 if told.priority is None else integer("priority", told.priority) or 0
         return facts, Inbound(
             path=reading.api,
-            body=reading.body,
-            start=reading.body.index(b"{") + 1,
+            body=body,
+            start=body.index(b"{") + 1,
             fields=fields,
             headers=_JSON_LINE + lines,
             request_id=request_id,

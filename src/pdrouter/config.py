@@ -397,6 +397,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Retries that may be made beyond that share.", unit="1/s", low=0, high=1_000_000)] = 10.0
     disable_retries: Annotated[bool, setting("Retries",
         "One attempt for each request.")] = False
+    suspect_ttl_secs: Annotated[float, setting("Retries",
+        "A request that failed on two engines, as if it broke them, is refused with 422 for this time if it comes "
+        "again; 0: never.", unit="s", low=0, high=86_400)] = 30.0
+    suspect_max: Annotated[int, setting("Retries",
+        "More different requests that are suspected at once are a failure of the engines: none is refused then, for "
+        "`suspect_ttl_secs`.", unit="requests", low=1, high=10_000)] = 16
 
     cb_failure_threshold: Annotated[int, setting("Breaker",
         "Failures in a row by which an endpoint is taken out: its own, never a client's or its partner's.",

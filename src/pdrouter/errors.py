@@ -119,6 +119,13 @@ class WaitedTooLong(ClientError):
     code = "queue_timeout"
 
 
+class SuspectRequest(ClientError):
+    """The request has failed on several engines, as if it broke them; the same one isn't given to more for a while."""
+
+    status = 422
+    code = "suspect_request"
+
+
 class Unauthorized(ClientError):
     """The request doesn't carry the router's ``api_key``."""
 

@@ -35,6 +35,7 @@ from pdrouter.proxy.intake import IntakeOptions
 from pdrouter.proxy.limits import ClientLimits
 from pdrouter.proxy.listener import DrainOptions
 from pdrouter.proxy.reading import ReadingOptions
+from pdrouter.proxy.suspects import SuspectOptions
 from pdrouter.references import profile_entries, profile_rule
 from pdrouter.upstream.pool import PoolLimits
 
@@ -335,6 +336,7 @@ def dispatch_options(settings: Settings) -> DispatchOptions:
         max_samples=settings.max_samples,
         decision_headers=settings.decision_headers,
         max_attempts=1 if settings.disable_retries else settings.retry_max_retries,
+        suspects=SuspectOptions(settings.suspect_ttl_secs, settings.suspect_max),
         falls_back_to_decode=settings.pd_fallback == "decode",
         retry=retry_options(settings),
     )

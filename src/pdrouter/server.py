@@ -152,6 +152,10 @@ class Service:
         self.metrics.add_gauges("pdrouter_clients_bytes", "Memory that clients' bytes take now.", self.clients.held)
         hand_overs = self.dispatcher.hand_overs
         self.metrics.add_counters("pdrouter_handovers", "Prompts' KV that went astray.", hand_overs.counters)
+        suspects = self.dispatcher.suspects
+        self.metrics.add_counters(
+            "pdrouter_suspects", "Requests that failed on two engines, and what was refused.", lambda: suspects.counts
+        )
         leftovers = self.dispatcher.leftovers
         self.metrics.add_counters("pdrouter_leftovers", "Ends of replies behind their answers.", leftovers.counters)
         if (waitroom := self.dispatcher.waitroom) is not None:

@@ -23,6 +23,7 @@ from pdrouter.proxy.leftovers import Leftovers
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.retries import Retries
 from pdrouter.proxy.samples import Samples
+from pdrouter.proxy.suspects import SuspectOptions, Suspects
 from pdrouter.proxy.waitroom import Waiter, Waitroom
 from pdrouter.telemetry.journal_file import JournalFile
 from pdrouter.telemetry.logs import DecisionLog
@@ -46,6 +47,7 @@ class DispatchOptions(msgspec.Struct, frozen=True):
     max_attempts: int
     falls_back_to_decode: bool
     retry: RetryOptions
+    suspects: SuspectOptions
 
 
 class Dispatcher:
@@ -81,11 +83,13 @@ class Dispatcher:
         self.waitroom = None if entrance is None else Waitroom(cast("Admission[Waiter]", entrance.admission), clock)
         self.retries = Retries(options.retry, ids.fraction, clock)
         self.hand_overs = HandOvers(clock)
+        self.suspects = Suspects(options.suspects, clock)
 
     def set_options(self, options: DispatchOptions) -> None:
         """Use other settings, also for what is under way."""
         self.options = options
         self.retries.set_options(options.retry)
+        self.suspects.options = options.suspects
 
     def split(self, facts: RequestFacts, inbound: Inbound, read: Read) -> tuple[RequestFacts, Inbound]:
         """Return the requests that a request for several answers is made into: all are the same.

@@ -7,7 +7,7 @@ the loop in which they come, and no task waits. Each attempt has one end, which 
 """
 
 from asyncio import TimerHandle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from pdrouter.proxy.legs import (
 )
 from pdrouter.proxy.relay import Observer
 from pdrouter.proxy.replies import error_event, own_lines
+from pdrouter.proxy.suspects import ENGINES, MOST_RESETS, points_at_request
 from pdrouter.proxy.waitroom import Waiter
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Flight:
         "_due_s",
         "_engine",
         "_facts",
+        "_failed_on",
         "_inbound",
         "_is_over",
         "_is_unread",
@@ -64,6 +66,7 @@ class Flight:
         "_owner",
         "_plan",
         "_prefill",
+        "_resets",
         "_timer",
         "_turn",
     )
@@ -83,6 +86,8 @@ class Flight:
         self._on_end = on_end
         self._avoid: frozenset[RankKey] = frozenset()
         self._attempts = 0
+        self._failed_on: frozenset[str] = frozenset()
+        self._resets = 0
         self._is_over = False
         self._is_unread = False
         self._timer: TimerHandle | None = None
@@ -95,6 +100,7 @@ class Flight:
         Raises: RouterError if it can't be placed, nor wait; then ``on_end`` isn't called.
         """
         client, limits, now_s = self._client, self._owner.options.limits, self._owner.clock()
+        self._owner.suspects.check(self._inbound)
         self._due_s = (client.asked_s or now_s) + limits.request_of(client.header)
         if self._due_s <= now_s:
             raise limits.too_late(client.header)
@@ -310,10 +316,13 @@ class Flight:
         for place in places:
             rank = UNASSIGNED if place.rank is None or isinstance(error, UNREACHABLE) else place.rank
             self._avoid |= {RankKey(place.endpoint.address, rank)}
+            if isinstance(error, UpstreamClosed):  # it may have killed the whole process
+                self._avoid |= {RankKey(place.endpoint.address, UNASSIGNED)}
         self._is_unread = self._decision.prefill in places
         self._end_attempt(error, *places)
         self._prefill = self._answer.exchange = None
-        if self._attempts < self._owner.options.max_attempts:  # I8
+        self._resets += isinstance(error, UpstreamClosed)
+        if self._attempts < self._owner.options.max_attempts and self._resets < MOST_RESETS:  # I8
             self._timer = self._owner.retries.later(self._attempts, self._due_s, partial(self._try_again, error))
         if self._timer is None:
             self._give_up(error)
@@ -335,6 +344,16 @@ class Flight:
                 return
         self._end(failure)
 
+    def _charged(self, error: RouterError | None, places: Sequence[Placement]) -> Sequence[Placement]:
+        """Return who is charged with a failure: engines once for each request, as it may be the request's doing."""
+        if error is None or not is_engines_fault(error):
+            return ()
+        if not points_at_request(error):
+            return places
+        is_first = not self._failed_on
+        self._failed_on |= {place.endpoint.address for place in places}
+        return places if is_first else ()
+
     def _end(self, error: RouterError | None, *places: Placement) -> None:
         """Leave nothing behind; the first to come here says why, and whose fault it is."""
         if self._is_over:
@@ -352,6 +371,8 @@ class Flight:
                 untold = self._tell(error)
         finally:
             self._end_attempt(error, *places)
+            if error is not None and len(self._failed_on) >= ENGINES:
+                self._owner.suspects.note(self._inbound)
             self._owner.ended(self._facts, self._client, self._observer if self._attempts else None, error)
             self._on_end(self._client, self._inbound.path, self._inbound.request_id, untold)
 
@@ -363,7 +384,7 @@ class Flight:
         try:
             self._end_legs(error)
         finally:
-            at_fault = places if error is not None and is_engines_fault(error) else ()
+            at_fault = self._charged(error, places)
             if isinstance(error, ConnectFailed):
                 for place in at_fault:
                     owner.on_unreachable(place.endpoint.address, error)

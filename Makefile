@@ -95,8 +95,9 @@ format: $(VENV)/.dev-installed  ## format and fix what can be fixed
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.dev-installed  ## write docs/config.md from the settings
+docs: $(VENV)/.dev-installed  ## write docs/config.md from the settings, docs/errors.md from the errors
 	@$(BIN)/python -m pdrouter.manual > docs/config.md
+	@$(BIN)/python -m pdrouter.manual errors > docs/errors.md
 
 bench: $(VENV)/.dev-installed  ## CPU per request and per chunk, beside sglang-router
 	@$(BIN)/python benchmarks/proxy.py

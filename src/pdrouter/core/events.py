@@ -58,7 +58,7 @@ class LoadMissing(msgspec.Struct, frozen=True):
 
 
 class FirstTokenSeen(msgspec.Struct, frozen=True):
-    """The first byte of an answer came: its prefill is done."""
+    """The first token of an answer came, or its prefill leg has answered: the prompt is read."""
 
     decision: Decision
 

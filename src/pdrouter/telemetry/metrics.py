@@ -56,9 +56,9 @@ class Metrics:
         self._requests: dict[tuple[str, int], int] = {}
         self._failures: dict[str, int] = {}
         self._first_token_s = Distribution(
-            "pdrouter_time_to_first_token_seconds", "From the decision to the first byte of the answer."
+            "pdrouter_time_to_first_token_seconds", "From the decision to the first token of the answer."
         )
-        self._decode_s = Distribution("pdrouter_decode_seconds", "From the first byte of the answer to its end.")
+        self._decode_s = Distribution("pdrouter_decode_seconds", "From the first token of the answer to its end.")
         self._duration_s = Distribution(
             "pdrouter_request_duration_seconds", "From the request's head to the end of its reply."
         )

@@ -301,6 +301,7 @@ def make_settings(flags: Mapping[str, object]) -> Settings:
     quick = {
         "port": 0,
         "worker_startup_check_interval": 0.05,
+        "worker_startup_timeout_secs": 0,
         "health_check_interval_secs": 0.05,
         "worker_load_check_interval": 0.2,
         "abort_retry_delay_secs": 0.1,

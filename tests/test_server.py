@@ -19,7 +19,7 @@ from pdrouter import server
 from pdrouter.config import Settings
 from pdrouter.options import router_options
 from pdrouter.proxy.limits import room_for
-from pdrouter.proxy.listener import listen
+from pdrouter.proxy.listener import bind
 from pdrouter.server import running
 from pdrouter.sim.emulator import EmulatorSettings, expected_text, render_chat, start_emulator
 from tests.lab import CHAT, Reply, chat, connect, fault, get, make_settings, mend, post, start, until
@@ -545,10 +545,10 @@ def test_a_signal_during_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def signalled(host: str, port: int) -> socket.socket:
         os.kill(os.getpid(), signal.SIGTERM)
-        return listen(host, port)
+        return bind(host, port)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr("pdrouter.server.listen", signalled)
+    monkeypatch.setattr("pdrouter.server.bind", signalled)
     monkeypatch.setattr(server, "set_up_logs", lambda *_: None)
     try:
         assert server.serve(make_settings({})) == 0

@@ -38,7 +38,6 @@ _UNSERVED: Final = (
         "eviction-interval-secs max-tree-size",
     ),
     ("leave it out; this is the router", "mini-lb enable-igw backend"),
-    ("leave it out; workers that aren't up yet are taken when they answer", "worker-startup-timeout-secs"),
     (
         "name the engines with --prefill, --decode and --worker",
         (

@@ -332,6 +332,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker_startup_check_interval: Annotated[float, setting("Health",
         "Time between two tries to reach an endpoint for the first time (sglang-router: 30).",
         unit="s", low=0.01, high=3600)] = 1.0
+    worker_startup_timeout_secs: Annotated[float, setting("Health",
+        "Longest time from the start until the port opens: it does when each endpoint has been asked once, whether it "
+        "answered or failed (sglang-router: 1800, for all to be up). 0: at once.", unit="s", low=0, high=86_400)] = 10.0
     models_check_interval_secs: Annotated[float, setting("Health",
         "Time between two looks at which models and adapters an endpoint lists (/v1/models), 20 % more or less.",
         unit="s", low=0.05, high=86_400)] = 5.0

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from pdrouter.control.changes import Changes
 from pdrouter.control.members import Members
 from pdrouter.control.probe import Prober
 from pdrouter.control.reload import Reload, Source
+from pdrouter.control.startup import first_round
 from pdrouter.control.tasks import Supervisor
 from pdrouter.core.router import Router
 from pdrouter.engines.base import Engine
@@ -54,7 +55,7 @@ from pdrouter.proxy.fleet_api import Doors, FleetApi
 from pdrouter.proxy.ids import Ids
 from pdrouter.proxy.intake import Intake
 from pdrouter.proxy.limits import Clients, room_for
-from pdrouter.proxy.listener import CannotListen, Listener, listen, url_of
+from pdrouter.proxy.listener import CannotListen, Listener, bind, open_port, url_of
 from pdrouter.proxy.rates import RateOptions, Rates
 from pdrouter.proxy.tokenizer import Counter, TokenizerOptions
 from pdrouter.references import tokenizer_file
@@ -236,23 +237,35 @@ class Running(msgspec.Struct, frozen=True):
     serving: "asyncio.Task[None]"
 
 
+class StoppedEarly(Exception):
+    """A stop was asked for before the port was open."""
+
+
 @asynccontextmanager
-async def running(settings: Settings, source: Source | None = None) -> AsyncIterator[Running]:
+async def running(
+    settings: Settings, source: Source | None = None, is_stopped: Callable[[], bool] = lambda: False
+) -> AsyncIterator[Running]:
     """Run a router in this event loop: it listens when the context is entered, and is gone when it is left.
 
-    Raises: CannotListen.
+    ``is_stopped`` is looked at until it listens. Raises: CannotListen; StoppedEarly.
     """
     service = Service(settings)
-    sock = listen(settings.host, settings.port)
+    sock = bind(settings.host, settings.port)
     listener = Listener(service.app, service.dispatcher, lambda: drain_options(service.settings))
-    serving = asyncio.get_running_loop().create_task(listener.serve(sockets=[sock]))
+    serving: asyncio.Task[None] | None = None
     try:
-        await listener.is_up.wait()
         service.start(source)
+        await first_round(service.members, settings.worker_startup_timeout_secs, is_stopped)
+        if is_stopped():
+            raise StoppedEarly
+        open_port(sock)
+        serving = asyncio.get_running_loop().create_task(listener.serve(sockets=[sock]))
+        await listener.is_up.wait()
         yield Running(url_of(sock), service, serving)
     finally:
         listener.stop()
-        await serving
+        if serving is not None:
+            await serving
         await service.aclose()
         sock.close()
 
@@ -291,31 +304,43 @@ def _serve_until_signal(settings: Settings, source: Source | None, log: Sink) ->
 
 
 async def _serve(settings: Settings, source: Source | None, log: Sink, early: list[int]) -> None:
-    async with running(settings, source) as router:
-        if early:
-            return
-        service, loop = router.service, asyncio.get_running_loop()
-        if source is not None:
-            loop.add_signal_handler(signal.SIGHUP, service.reload)
-        service.metrics.add_counters("pdrouter_log_lines", "Log lines by what became of them.", log.counters)
-        service.clients.room = _raise_file_limit(settings.client_max_connections)
-        _tell_budgets(settings)
-        gc.freeze()  # what lives as long as the process needn't be looked at again
-        gc.set_threshold(_GC_ALLOCATIONS)
-        out = Sink(1)
-        out.write(f"pdrouter listens on {router.url}\n")
-        await router.serving
-        out.close()
+    loop, reloads = asyncio.get_running_loop(), list[int]()
+    if source is not None:
+        loop.add_signal_handler(signal.SIGHUP, reloads.append, signal.SIGHUP)
+    files = _raise_file_limit()  # the probes need them too
+    with suppress(StoppedEarly):
+        async with running(settings, source, lambda: bool(early)) as router:
+            if early:
+                return
+            service = router.service
+            if source is not None:
+                loop.add_signal_handler(signal.SIGHUP, service.reload)
+            if reloads:
+                service.reload()
+            service.metrics.add_counters("pdrouter_log_lines", "Log lines by what became of them.", log.counters)
+            service.clients.room = _room(files, settings.client_max_connections)
+            _tell_budgets(settings)
+            gc.freeze()  # what lives as long as the process needn't be looked at again
+            gc.set_threshold(_GC_ALLOCATIONS)
+            out = Sink(1)
+            out.write(f"pdrouter listens on {router.url}\n")
+            await router.serving
+            out.close()
 
 
-def _raise_file_limit(clients: int) -> float:
-    """Take all the open files that the system grants; return for how many clients they do, and warn if that is few."""
+def _raise_file_limit() -> float:
+    """Take all the open files that the system grants; return how many."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    room = math.inf if hard == resource.RLIM_INFINITY else room_for(hard)
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def _room(files: float, clients: int) -> float:
+    """Return for how many clients so many open files do, and warn if that is few."""
+    room = files if files == math.inf else room_for(int(files))
     if room < clients:
         log = structlog.stdlib.get_logger("pdrouter.server")
-        log.warning("few open files; raise the limit (ulimit -Hn)", limit=hard, clients=room, wanted=clients)
+        log.warning("few open files; raise the limit (ulimit -Hn)", limit=files, clients=room, wanted=clients)
     return room
 
 

@@ -12,7 +12,7 @@ import pytest
 from pdrouter import server
 from pdrouter.proxy import openapi
 from pdrouter.proxy.budgets import WriteBudget
-from pdrouter.proxy.listener import listen
+from pdrouter.proxy.listener import bind
 from tests.front import LIMITS, Front
 from tests.lab import CHAT, Call, Lab, connect, make_lab, until
 
@@ -28,13 +28,13 @@ BUDGET = 4 * PAGE
 async def small(**flags: Any) -> AsyncIterator[Lab]:
     """Run a router with small buffers, in the kernel as well."""
 
-    def listen_with_small_buffers(host: str, port: int) -> socket.socket:
-        sock = listen(host, port)
+    def bind_with_small_buffers(host: str, port: int) -> socket.socket:
+        sock = bind(host, port)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WRITE_BUFFER)  # of those that it accepts, too
         return sock
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "listen", listen_with_small_buffers)
+        patch.setattr(server, "bind", bind_with_small_buffers)
         async with asyncio.timeout(15), make_lab(client_write_buffer_bytes=WRITE_BUFFER, **flags) as lab:
             yield lab
 

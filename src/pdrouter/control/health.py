@@ -67,6 +67,7 @@ class HealthWatch:
         lists: ModelLists,
     ) -> None:
         self.options = options
+        self.is_asked = False  # once: it answered, or failed to
         self._router = router
         self._engine = engine
         self._prober = prober
@@ -206,6 +207,8 @@ class HealthWatch:
             return await self._probe() or await self._describe()
         except RouterError as error:
             return error.message
+        finally:
+            self.is_asked = True
 
     async def _probe(self) -> str | None:
         try:

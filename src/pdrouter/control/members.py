@@ -5,7 +5,7 @@ The settings, a reload of them and the workers API all come through here. Facts 
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -83,6 +83,10 @@ class Members:
         """Return what is said of a member."""
         member = self._members.get(address)
         return None if member is None else member.found
+
+    def not_asked(self) -> Sequence[str]:
+        """Return the addresses of members that have neither answered nor failed yet."""
+        return [address for address, member in self._members.items() if not member.health.is_asked]
 
     def join(self, found: Found) -> bool:
         """Let an endpoint in and watch it; one that is leaving stays. ``False`` if it is there already."""

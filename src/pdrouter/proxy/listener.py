@@ -130,8 +130,8 @@ class Listener(uvicorn.Server):
             await asyncio.sleep(_LOOK_S)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address, and takes no connection yet.
 
     Raises: CannotListen.
     """
@@ -140,12 +140,27 @@ def listen(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise CannotListen(f"can't listen on {host}:{port}: {error.strerror}") from error
+        raise _cannot_listen(host, port, error) from error
     sock.setblocking(False)
     return sock
+
+
+def open_port(sock: socket.socket) -> None:
+    """Let a bound socket take connections.
+
+    Raises: CannotListen if another process has been faster.
+    """
+    try:
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> CannotListen:
+    return CannotListen(f"can't listen on {host}:{port}: {error.strerror}")
 
 
 def url_of(sock: socket.socket) -> str:

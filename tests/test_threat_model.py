@@ -27,6 +27,7 @@ NO_LIMITS = {
     "prefix_block_bytes",
     "report_max_age_secs",
     "retry_max_backoff_ms",
+    "worker_startup_timeout_secs",
 }
 """Of these names, those that bound nothing a client, an engine or a disk could make grow."""
 

@@ -429,6 +429,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Most connections to one endpoint.", unit="connections", low=1, high=65_535)] = 4096
     connect_timeout_secs: Annotated[float, setting("Upstream",
         "Time to open a connection to an engine.", unit="s", low=0.01, high=3600)] = 5.0
+    dns_refresh_secs: Annotated[float, setting("Upstream",
+        "An engine's host name is looked up again after this time; old addresses are used while that lasts or fails.",
+        unit="s", low=0.1, high=86_400)] = 30.0
     request_timeout_secs: Annotated[float, setting("Upstream",
         "Time for a whole request (sglang-router: 1800); a client's x-request-timeout-ms counts if it is less.",
         unit="s", low=0.01, high=604_800)] = 600.0

@@ -242,6 +242,14 @@ class PoolExhausted(RouterError):
     is_retryable = True
 
 
+class NameNotResolved(RouterError):
+    """The engine's host name has no address, or the nameserver doesn't answer, which is no fault of the engine."""
+
+    status = 502
+    code = "name_not_resolved"
+    is_retryable = True
+
+
 class TooManyConnections(RouterError):
     """There are as many connections of clients, or of this client, as may be."""
 

@@ -64,6 +64,7 @@ from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from pdrouter.telemetry.metrics import Metrics
 from pdrouter.telemetry.sink import Sink
 from pdrouter.upstream.pools import Pools
+from pdrouter.upstream.resolver import Resolver
 
 _GC_ALLOCATIONS = 100_000
 """Containers between two looks for cycles; requests leave none behind. Chosen; see benchmarks/proxy.py."""
@@ -89,8 +90,9 @@ class Service:
         self.engines = make_engines(settings)
         self.metrics = Metrics(self.router, time.monotonic)
         self.ids = Ids(random.Random())  # noqa: S311
-        self.pools = Pools(pool_limits(settings))
-        self.probe_pools = Pools(pool_limits(settings))
+        self.resolver = Resolver(settings.dns_refresh_secs)
+        self.pools = Pools(pool_limits(settings), self.resolver)
+        self.probe_pools = Pools(pool_limits(settings), self.resolver)
         self.aborter = Aborter(self.pools, settings.abort_retry_delay_secs)
         self.supervisor = Supervisor()
         self.clients = Clients(client_limits(settings))
@@ -151,6 +153,7 @@ class Service:
         self.metrics.add_counters("pdrouter_upstream_connections", "Connections to engines.", self.pools.counters)
         self.metrics.add_counters("pdrouter_clients", "Connections of clients, and limits met.", self.clients.counters)
         self.metrics.add_gauges("pdrouter_clients_bytes", "Memory that clients' bytes take now.", self.clients.held)
+        self.metrics.add_counters("pdrouter_name_lookups", "Lookups of host names.", lambda: self.resolver.counts)
         hand_overs = self.dispatcher.hand_overs
         self.metrics.add_counters("pdrouter_handovers", "Prompts' KV that went astray.", hand_overs.counters)
         suspects = self.dispatcher.suspects

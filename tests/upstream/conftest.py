@@ -10,6 +10,7 @@ import uvloop
 
 from pdrouter.upstream.connection import Connection
 from pdrouter.upstream.pool import Origin, Pool, PoolLimits
+from pdrouter.upstream.resolver import Resolver
 
 MakeLoop = Callable[[], asyncio.AbstractEventLoop]
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -70,7 +71,7 @@ async def open_pool() -> AsyncIterator[OpenPool]:
                 "read_buffer_bytes": 65536,
                 "max_header_bytes": 4096,
             }
-            pool = Pool(origin, PoolLimits(**(settings | limits)))  # type: ignore[arg-type]
+            pool = Pool(origin, PoolLimits(**(settings | limits)), Resolver(30.0))  # type: ignore[arg-type]
             stack.push_async_callback(pool.aclose)
             return pool
 

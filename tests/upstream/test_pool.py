@@ -11,7 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed, UpstreamProtocol
+from pdrouter.errors import (
+    ConnectFailed,
+    ConnectTimeout,
+    NameNotResolved,
+    PoolExhausted,
+    UpstreamClosed,
+    UpstreamProtocol,
+)
 from pdrouter.upstream.connection import Connection
 from pdrouter.upstream.exchange import Exchange
 from pdrouter.upstream.pool import Origin, Pool
@@ -321,9 +328,9 @@ async def test_refused(open_pool: OpenPool) -> None:
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70])
 async def test_unknown_host(host: str, open_pool: OpenPool) -> None:
-    """A name that can't be resolved is ConnectFailed."""
+    """A name that can't be resolved is no failure of the engine."""
     pool = open_pool(Origin(host, 80))
-    with pytest.raises(ConnectFailed):
+    with pytest.raises(NameNotResolved):
         await pool.send(REQUEST)
     assert repr(pool).endswith(EMPTY)
 

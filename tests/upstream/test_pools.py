@@ -4,6 +4,7 @@ from pdrouter.config import Settings
 from pdrouter.core.fleet import Endpoint, Role
 from pdrouter.options import pool_limits
 from pdrouter.upstream.pools import Pools
+from pdrouter.upstream.resolver import Resolver
 from tests.lab import ScriptedEngine, until
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
@@ -14,7 +15,7 @@ async def test_an_endpoint_that_is_gone() -> None:
     async with ScriptedEngine(None, {}).listen() as engine:
         address = engine.url[7:]
         endpoint = Endpoint(address=address, host="127.0.0.1", port=int(address[10:]), role=Role.REGULAR)
-        pools = Pools(pool_limits(Settings()))
+        pools = Pools(pool_limits(Settings()), Resolver(30.0))
         for _ in range(2):
             exchange = await pools.get(endpoint).send(GET)
             assert await exchange.head() == 200

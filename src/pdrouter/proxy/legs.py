@@ -6,7 +6,7 @@ from pdrouter.core.decision import Placement
 from pdrouter.engines.failures import ERROR, Dialect, Failure, true_status
 from pdrouter.engines.streams import leg_failure
 from pdrouter.engines.usage import Tail
-from pdrouter.errors import ConnectFailed, RouterError, UpstreamError, UpstreamProtocol
+from pdrouter.errors import ConnectFailed, NameNotResolved, RouterError, UpstreamError, UpstreamProtocol
 from pdrouter.upstream.exchange import Exchange
 
 STATUS_OK_BELOW = 400
@@ -15,7 +15,7 @@ SERVER_ERROR = 500
 RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 """Answers after which another engine may do better. Source: the SGLang router's retries."""
 
-UNREACHABLE = (ConnectFailed,)
+UNREACHABLE = (ConnectFailed, NameNotResolved)
 """Failures of a whole endpoint and not of a rank."""
 
 

@@ -11,7 +11,9 @@ import msgspec
 
 from pdrouter.errors import RouterError
 from pdrouter.upstream.pool import Origin, Pool, PoolLimits
+from pdrouter.upstream.resolver import Resolver
 
+_NAMES_TTL_S = 30.0
 _LIMITS = PoolLimits(
     connect_timeout_s=5.0,
     idle_timeout_s=4.0,
@@ -74,7 +76,7 @@ class Site:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         origin = Origin(parts.hostname or "", parts.port or 80)
-        self._pool = Pool(origin, _LIMITS)
+        self._pool = Pool(origin, _LIMITS, Resolver(_NAMES_TTL_S))
         self._host = str(origin)
 
     async def get(self, path: str) -> tuple[int, bytes]:

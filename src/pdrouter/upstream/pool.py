@@ -7,14 +7,15 @@ one for connecting. Next: ``connection.py``.
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
-from pdrouter.errors import ConnectFailed, ConnectTimeout, PoolExhausted, RouterError, UpstreamClosed
+from pdrouter.errors import ConnectFailed, ConnectTimeout, NameNotResolved, PoolExhausted, RouterError, UpstreamClosed
 from pdrouter.upstream.connection import Connection
 from pdrouter.upstream.exchange import Exchange, Request
+from pdrouter.upstream.resolver import Resolver
 
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Of files, memory or ports the router, or its machine, has none left: no engine is to blame (I9)."""
@@ -68,8 +69,11 @@ class Pool:
     ``make_room`` closes idle ones, of other endpoints too, when the process has no open file left for another.
     """
 
-    def __init__(self, origin: Origin, limits: PoolLimits, make_room: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, origin: Origin, limits: PoolLimits, resolver: Resolver, make_room: Callable[[], bool] | None = None
+    ) -> None:
         self.origin = origin
+        self._resolver = resolver
         self._make_room = make_room or self.retire_idle
         self.limits = limits
         self._connections: set[Connection] = set()
@@ -125,7 +129,7 @@ class Pool:
     async def send(self, head: bytes, *body: bytes | memoryview) -> Exchange:
         """Send a request as ``start()`` does, and return when it has been written.
 
-        Raises: ConnectFailed, ConnectTimeout, PoolExhausted, UpstreamClosed.
+        Raises: ConnectFailed, ConnectTimeout, NameNotResolved, PoolExhausted, UpstreamClosed.
         """
         exchange = self.start(head, *body)
         try:
@@ -209,20 +213,37 @@ class Pool:
             raise PoolExhausted(f"{self.origin} has {self.limits.max_connections} connections, its limit")
 
     async def _connect(self, connection: Connection) -> None:
-        origin = self.origin
+        origin, timeout_s, addresses = self.origin, self.limits.connect_timeout_s, None
         try:
-            async with asyncio.timeout(self.limits.connect_timeout_s):
-                await self._create(connection)
+            async with asyncio.timeout(timeout_s):
+                addresses = await self._resolver.addresses(origin.host)
+                await self._create_at(addresses, connection)
         except TimeoutError as error:
-            raise ConnectTimeout(f"{origin} took no connection within {self.limits.connect_timeout_s:g} s") from error
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that can't be encoded
-            if isinstance(error, OSError) and error.errno in _OURS:
+            if addresses is None:
+                raise NameNotResolved(f"the name {origin.host} isn't resolved within {timeout_s:g} s") from error
+            self._resolver.expire(origin.host)
+            raise ConnectTimeout(f"{origin} took no connection within {timeout_s:g} s") from error
+        except OSError as error:
+            if error.errno in _OURS:
                 self._exhausted += 1
                 raise PoolExhausted(f"the router itself can't open a connection to {origin}: {error}") from error
+            self._resolver.expire(origin.host)
             raise ConnectFailed(f"{origin} took no connection: {error}") from error
 
-    async def _create(self, connection: Connection) -> None:
-        create = partial(connection.loop.create_connection, lambda: connection, self.origin.host, self.origin.port)
+    async def _create_at(self, addresses: Sequence[str], connection: Connection) -> None:
+        """Connect to the first address that takes a connection."""
+        for address in addresses[:-1]:
+            try:
+                await self._create(address, connection)
+            except OSError as error:
+                if error.errno in _OURS:
+                    raise
+            else:
+                return
+        await self._create(addresses[-1], connection)
+
+    async def _create(self, address: str, connection: Connection) -> None:
+        create = partial(connection.loop.create_connection, lambda: connection, address, self.origin.port)
         try:
             await create()
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from pdrouter.core.fleet import Endpoint
 from pdrouter.upstream.pool import Origin, Pool, PoolLimits
+from pdrouter.upstream.resolver import Resolver
 
 _EVENTS = ("opened", "reused", "retired", "repeated", "exhausted")
 
@@ -9,8 +10,9 @@ _EVENTS = ("opened", "reused", "retired", "repeated", "exhausted")
 class Pools:
     """Pool by address."""
 
-    def __init__(self, limits: PoolLimits) -> None:
+    def __init__(self, limits: PoolLimits, resolver: Resolver) -> None:
         self._limits = limits
+        self._resolver = resolver
         self._pools: dict[str, Pool] = {}
         self._past = dict.fromkeys(_EVENTS, 0)  # of pools that are gone
 
@@ -19,7 +21,7 @@ class Pools:
         pool = self._pools.get(endpoint.address)
         if pool is None:
             origin = Origin(endpoint.host, endpoint.port)
-            pool = self._pools[endpoint.address] = Pool(origin, self._limits, self.retire_idle)
+            pool = self._pools[endpoint.address] = Pool(origin, self._limits, self._resolver, self.retire_idle)
         return pool
 
     def retire_idle(self) -> bool:
@@ -37,6 +39,7 @@ class Pools:
         """End all connections to an endpoint, and what was kept for it."""
         pool = self._pools.pop(address, None)
         if pool is not None:
+            self._resolver.forget(pool.origin.host)
             await pool.aclose()
             _add(self._past, pool)
 

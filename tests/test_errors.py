@@ -35,6 +35,7 @@ KNOWN = {
     "SampleNotNeeded": (499, "sample_not_needed", "invalid_request_error", False, False),
     "NoReadyPair": (503, "no_ready_pair", "server_error", True, False),
     "PoolExhausted": (503, "connection_limit", "server_error", True, False),
+    "NameNotResolved": (502, "name_not_resolved", "server_error", True, False),
     "TooManyConnections": (503, "too_many_connections", "server_error", False, False),
     "BodyBudgetSpent": (503, "body_budget", "server_error", False, False),
     "ShuttingDown": (503, "shutting_down", "server_error", False, False),

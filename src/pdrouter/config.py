@@ -441,6 +441,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Time from dispatch until a stream has its first token.", unit="s", low=0.01, high=604_800)] = 240.0
     stream_idle_timeout_secs: Annotated[float, setting("Upstream",
         "Time between two tokens of a stream.", unit="s", low=0.01, high=604_800)] = 120.0
+    stream_keepalive_secs: Annotated[float, setting("Upstream",
+        "A stream that waits for its first token gets a comment (`: keep-alive`) after each such time, since load "
+        "balancers cut silent ones; the first brings status 200, and later failures come as events. 0: none.",
+        unit="s", low=0, high=3600)] = 15.0
     upstream_idle_timeout_secs: Annotated[float, setting("Upstream",
         "An idle connection is closed after this time; engines on uvicorn close theirs after 5 s.",
         unit="s", low=0, high=3600)] = 4.0

@@ -325,6 +325,7 @@ def time_limits(settings: Settings) -> TimeLimits:
         prefill_s=settings.prefill_timeout_secs,
         first_token_s=settings.first_token_timeout_secs,
         idle_s=settings.stream_idle_timeout_secs,
+        keepalive_s=settings.stream_keepalive_secs,
     )
 
 

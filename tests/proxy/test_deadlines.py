@@ -64,7 +64,7 @@ async def test_expiring_may_change_what_waits() -> None:
 
 def pace(seconds: float) -> TimeLimits:
     """Return limits that make a sweep look so often."""
-    limits = TimeLimits(60.0, 4 * seconds, 4 * seconds, 4 * seconds)
+    limits = TimeLimits(60.0, 4 * seconds, 4 * seconds, 4 * seconds, 0.0)
     assert limits.patience_s == seconds
     return limits
 

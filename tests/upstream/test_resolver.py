@@ -126,6 +126,21 @@ async def test_lookups_have_a_bound(nameserver: Nameserver) -> None:
     assert await resolver.addresses("a") == ("10.0.0.1",)
 
 
+async def test_no_thread_is_left(nameserver: Nameserver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told, and the name is looked up when there is one."""
+    resolver = Resolver(30.0)
+    nameserver.known["a"] = ["10.0.0.1"]
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(NameNotResolved, match="can't start new thread"):
+            await resolver.addresses("a")
+    assert await resolver.addresses("a") == ("10.0.0.1",)
+
+
 async def test_a_name_that_is_none(nameserver: Nameserver) -> None:
     """It is told, and not asked for again within a second."""
     clock = Clock()

@@ -44,12 +44,13 @@ _LEAST_LOOK_S = 0.005
 
 
 class TimeLimits(msgspec.Struct, frozen=True):
-    """Limits of one request's time; ``config.py`` says what they mean."""
+    """Limits of one request's time; ``config.py`` says what they mean. ``keepalive_s``: between comments, 0: none."""
 
     request_s: float
     prefill_s: float
     first_token_s: float
     idle_s: float
+    keepalive_s: float
 
     @property
     def patience_s(self) -> float:
@@ -59,7 +60,7 @@ class TimeLimits(msgspec.Struct, frozen=True):
     @property
     def look_s(self) -> float:
         """How often to look at new ones."""
-        return min(_MAX_LOOK_S, self.patience_s)
+        return min(_MAX_LOOK_S, self.patience_s, self.keepalive_s or _MAX_LOOK_S)
 
     def request_of(self, header: Mapping[bytes, bytes]) -> float:
         """Return a request's limit: the client's own counts if it is the smaller.

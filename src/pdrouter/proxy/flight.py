@@ -25,6 +25,7 @@ from pdrouter.proxy.answer import Answer
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.deadlines import Late, end_of_stage
 from pdrouter.proxy.edge import attempt
+from pdrouter.proxy.keepalive import keep_alive
 from pdrouter.proxy.legs import (
     RETRIED_STATUSES,
     UNREACHABLE,
@@ -53,6 +54,7 @@ class Flight:
         "_attempts",
         "_avoid",
         "_client",
+        "_comment_s",
         "_decision",
         "_due_s",
         "_engine",
@@ -90,6 +92,7 @@ class Flight:
         self._resets = 0
         self._is_over = False
         self._is_unread = False
+        self._comment_s = 0.0
         self._timer: TimerHandle | None = None
         self._turn: Place[Waiter] | None = None
         self._prefill: PrefillLeg | None = None
@@ -242,6 +245,17 @@ class Flight:
             self._fail(ClientGone("the client closed its connection"))
 
     def check_time(self, now_s: float) -> float:
+        """End it if it takes too long, or keep its connection alive; return when to look again."""
+        until_s = self._check_limits(now_s)
+        interval_s, inbound = self._owner.options.limits.keepalive_s, self._inbound
+        if not interval_s or self._is_over or not inbound.is_stream or inbound.sample_of > 1:
+            return until_s
+        if self._attempts and self._answer.has_begun:
+            return until_s
+        self._comment_s = keep_alive(self._client, inbound.request_id, self._comment_s, interval_s, now_s)
+        return min(until_s, self._comment_s)
+
+    def _check_limits(self, now_s: float) -> float:
         """End it if it takes too long, or its present stage does; return until when there is time."""
         limits = self._owner.options.limits
         if now_s >= self._due_s:

@@ -83,11 +83,16 @@ class Resolver:
             name.error = f"{_MAX_LOOKUPS} names are being looked up"
             return
         loop = asyncio.get_running_loop()
+        # Not an executor's: those are joined at exit, and a lookup may take minutes.
+        thread = threading.Thread(target=self._run, args=(loop, host, name), name=f"resolve {host}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there is no thread left
+            name.error = str(error)
+            return
         self.lookups += 1
         self.counts["begun"] += 1
-        name.lookup = loop.create_future()
-        # Not an executor's: those are joined at exit, and a lookup may take minutes.
-        threading.Thread(target=self._run, args=(loop, host, name), name=f"resolve {host}", daemon=True).start()
+        name.lookup = loop.create_future()  # before the thread's answer, which comes by this loop
 
     def _run(self, loop: asyncio.AbstractEventLoop, host: str, name: _Name) -> None:
         found: Sequence[str] = ()

@@ -20,7 +20,7 @@ CORPUS = HERE / "corpus"
 FOUND = Path(".fuzz")
 """Where what the fuzzer learns and finds is kept between runs."""
 
-_READING = ("pdrouter.proxy.intake", "pdrouter.proxy.prompts", "pdrouter.proxy.bodies")
+_READING = ("pdrouter.proxy.intake", "pdrouter.proxy.prompts", "pdrouter.proxy.bodies", "pdrouter.proxy.reading")
 
 TARGETS: Mapping[str, Sequence[str]] = {
     "front": ("pdrouter.proxy",),
@@ -29,6 +29,7 @@ TARGETS: Mapping[str, Sequence[str]] = {
     "stream": ("pdrouter.proxy.flight", "pdrouter.proxy.relay", "pdrouter.proxy.legs", "pdrouter.engines"),
     "samples": ("pdrouter.engines.samples", "pdrouter.engines.raw_json", "pdrouter.engines.sse"),
     "replies": ("pdrouter.engines", "pdrouter.core.load"),
+    "forms": ("pdrouter.proxy.forms", "python_multipart"),
     "wire": ("pdrouter.upstream",),
 }
 """Each target, and of which modules it is told what ran."""

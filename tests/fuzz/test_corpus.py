@@ -9,7 +9,7 @@ import pytest
 from msgspec import Raw
 
 from pdrouter.engines import base, samples, usage
-from pdrouter.proxy import intake
+from pdrouter.proxy import forms, intake
 from pdrouter.proxy.client import Client
 from pdrouter.upstream import connection
 from tests.fuzz.__main__ import CORPUS, TARGETS
@@ -24,6 +24,7 @@ BROKEN: Mapping[str, Break] = {
     "stream": (usage, "_whole_bytes", len),
     "samples": (samples, "_numbered", lambda fields, _sample, _count: {**fields, "index": Raw(b"0")}),
     "replies": (base, "_BOUNDS", {}),
+    "forms": (forms, "parse_options_header", lambda _value: (b"", {b"name": b"model", b"boundary": b"b"})),
     "wire": (connection, "_is_framed", lambda _status, _headers: True),
 }
 

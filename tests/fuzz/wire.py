@@ -25,6 +25,10 @@ _LINES = (
     b"HTTP/1.1 200",
     b"HTTP/1.1 999 \xff",
     b"HTTP/2 200 OK",
+    b"HTTP/2.0 200 OK",
+    b"RTSP/1.0 200 OK",
+    b"HTTP/1.1 302 Found",
+    b"HTTP/1.1 099 X",
 )
 _HEADERS = (
     b"content-length: 5",

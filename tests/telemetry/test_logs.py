@@ -11,7 +11,8 @@ from pdrouter.core.decision import Decision, Why
 from pdrouter.core.fleet import Role
 from pdrouter.core.ledger import RankKey
 from pdrouter.core.request import RequestFacts
-from pdrouter.errors import ClientGone, InvalidRank, NoReadyPair, RouterError, UpstreamClosed
+from pdrouter.errors import ClientGone, InvalidRank, InvalidRequest, NoReadyPair, RouterError, UpstreamClosed
+from pdrouter.proxy.forms import form_fields
 from pdrouter.proxy.legs import EngineReply
 from pdrouter.telemetry.logs import DecisionLog, set_up_logs
 from tests.engines.builders import make_decision, make_endpoint, place
@@ -146,6 +147,14 @@ def test_what_an_engine_said_may_be_the_prompt(
     make_log(level).failed(decision(), error)
     (told,) = lines(capsys)
     assert ("my secret" in str(told)) == is_told
+
+
+def test_a_malformed_form_is_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The library that reads forms warns of each: a client could fill the log so."""
+    make_log("debug")
+    with pytest.raises(InvalidRequest):
+        form_fields(b"multipart/form-data; boundary=b", b"--c", frozenset((b"model",)))
+    assert lines(capsys) == []
 
 
 def test_a_rejection_tells_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,10 @@ _TRACE = "exception"
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
 
+_TALKATIVE = ("python_multipart",)
+"""Loggers of libraries that warn of each malformed request: clients could fill the log by them."""
+
+
 class Stream(Protocol):
     """Where lines are written."""
 
@@ -36,6 +40,8 @@ class Stream(Protocol):
 
 def set_up_logs(level: str, log_format: str, stream: Stream) -> None:
     """Configure structlog: lines for people on a terminal, JSON elsewhere, unless ``log_format`` says which."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     is_console = log_format == "console" or (log_format == "auto" and stream.isatty())
     renderer = structlog.dev.ConsoleRenderer() if is_console else structlog.processors.JSONRenderer()
     structlog.configure(

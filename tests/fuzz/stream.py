@@ -286,7 +286,8 @@ async def serve(case: Case, prefill: Sequence[bytes], answer: Sequence[bytes], f
         router, ENGINES, pools, aborter, Metrics(router, lambda: 0.0), log, ids, time.monotonic, options
     )
     wire = Wire(full)
-    client = Client(wire, b"POST", case.way.api.encode(), [], {}, 0.0, takes_chunks=True, keeps_alive=True)
+    began_s = time.monotonic()
+    client = Client(wire, b"POST", case.way.api.encode(), [], {}, began_s, takes_chunks=True, keeps_alive=True)
     body = case.way.body + (b',"stream":true}' if case.is_stream else b"}")
     facts, inbound = Intake(router, OPTIONS).read(case.way.api, [], body, "r")
     ended: list[RouterError | None] = []

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.lab import CHAT, GENERATE, Asked, Call, ScriptedEngine, chat, connect, http, make_lab, route_to, until
+from pdrouter.proxy.client import Client
+from pdrouter.proxy.keepalive import keep_alive
+from tests.lab import CHAT, GENERATE, Asked, Call, ScriptedEngine, chat, http, make_lab, route_to, until
 
 COMMENT = b": keep-alive\n\n"
 QUICK: dict[str, Any] = {"stream_keepalive_secs": 0.05, "prefill_timeout_secs": 30.0}
@@ -19,6 +21,17 @@ BODIES: dict[str, dict[str, object]] = {
 }
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\ndata: [DONE]\n\n'
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-mine: a\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Wire:
+    """Keeps what is written."""
+
+    is_full = False
+    written = b""
+
+    def write(self, data: bytes) -> None:
+        """Keep it."""
+        self.written += data
 
 
 class Gate:
@@ -146,19 +159,37 @@ async def test_a_client_that_leaves_behind_comments() -> None:
 
 
 @pytest.mark.invariant("I9")
-async def test_comments_do_not_pile_up() -> None:
-    """A client that doesn't read gets no more of them than its buffers hold."""
-    gate = Gate(b"")
-    flags = QUICK | {"stream_keepalive_secs": 0.001, "client_write_buffer_bytes": 4096}
+def test_comments_do_not_pile_up() -> None:
+    """A client that is behind gets none until it has read."""
+    wire: Any = Wire()
+    client = Client(wire, b"POST", b"/", [], {}, 100.0, takes_chunks=True, keeps_alive=True)
+    due_s = keep_alive(client, "r", 0.0, 15.0, 100.0)
+    assert (due_s, wire.written) == (115.0, b"")
+    assert keep_alive(client, "r", due_s, 15.0, 115.0) == 130.0
+    assert wire.written.count(COMMENT) == 1
+    wire.is_full = True
+    assert keep_alive(client, "r", 130.0, 15.0, 131.0) == 146.0
+    assert wire.written.count(COMMENT) == 1
+    wire.is_full = False
+    keep_alive(client, "r", 146.0, 15.0, 146.0)
+    assert wire.written.count(COMMENT) == 2
+    assert wire.written.count(b"HTTP/1.1 200") == 1
+
+
+async def test_an_answer_that_is_no_stream_behind_comments() -> None:
+    """JSON in a stream of events would be no event to its reader: it is a failure, told by one."""
+    gate = Gate(http(200, {"choices": []}))
     async with (
         ScriptedEngine(None, {CHAT: gate.script}).listen() as engine,
-        route_to((), (), [engine], **flags) as lab,
-        await connect(lab.url, receive_bytes=4096) as call,
+        route_to((), (), [engine], **QUICK) as lab,
+        await lab.start(CHAT, chat("x", stream=True)) as call,
     ):
-        call.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode(), {})
-        await until(lambda: gate.asked == 1)
-        await asyncio.sleep(0.3)
-        assert sum(lab.router.service.clients.held().values()) < 100_000
+        await call.head()
+        await comments(call, 1)
+        gate.go.set()
+        reply = await call.finish()
+        assert reply.body.replace(COMMENT, b"").startswith(b'data: {"error":')
+        assert b"upstream_protocol" in reply.body
 
 
 @pytest.mark.parametrize(

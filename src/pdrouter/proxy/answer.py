@@ -11,7 +11,7 @@ from pdrouter.engines.failures import MOST_ERROR_BYTES, reply_failure
 from pdrouter.engines.logprobs import StreamMerger, merge_reply, prompt_logprobs
 from pdrouter.engines.streams import StreamReader, are_events
 from pdrouter.engines.usage import CachedTokens
-from pdrouter.errors import EmptyStream
+from pdrouter.errors import EmptyStream, UpstreamProtocol
 from pdrouter.proxy.client import Client
 from pdrouter.proxy.legs import STATUS_OK_BELOW, EngineFailure, EngineReply, Held, PrefillLeg
 from pdrouter.proxy.relay import Observer
@@ -147,7 +147,7 @@ class Answer:
     def _open(self, exchange: Exchange, piece: bytes) -> bytes | None:
         """Return the beginning of the answer, once it is sure that there is one; ``None`` if more must come first.
 
-        Raises: EngineReply, EmptyStream.
+        Raises: EngineReply, EmptyStream, UpstreamProtocol.
         """
         opening = self._opening + piece
         if exchange.status >= STATUS_OK_BELOW or (self._is_edited and not self._is_stream):
@@ -169,6 +169,8 @@ class Answer:
             is_sure = self._is_stream_begun(exchange, reader, piece)
         if not is_sure:
             return None
+        if reader is None and self._is_stream and self._client.is_started:  # by a comment, as a stream of events
+            raise UpstreamProtocol(f"{self._decision.decode.label} answered a stream with something else than events")
         self._opening = b""
         self._begin(exchange)
         if reader is None:

@@ -405,7 +405,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "again; 0: never.", unit="s", low=0, high=86_400)] = 30.0
     suspect_max: Annotated[int, setting("Retries",
         "More different requests that are suspected at once are a failure of the engines: none is refused then, for "
-        "`suspect_ttl_secs`.", unit="requests", low=1, high=10_000)] = 16
+        "`suspect_ttl_secs`.", unit="requests", low=1, high=10_000)] = 4
 
     cb_failure_threshold: Annotated[int, setting("Breaker",
         "Failures in a row by which an endpoint is taken out: its own, never a client's or its partner's.",
